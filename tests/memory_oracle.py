@@ -13,7 +13,7 @@ from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
-from flexsearch.lower.rows import SYNCHRONISE
+from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, SYNCHRONISE, WEIGHT_GRADIENT
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
@@ -34,6 +34,13 @@ class Span:
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
+
+
+def put_together(lowered: Lowered, task: int) -> int:
+    """The moment in which what a computation needs is put together: that before, if a pass of an operator stands there
+    (other blocks run once for all microbatches), else its own."""
+    block, kinds = lowered.tasks.identity[task].block, lowered.rows.schedule.kind
+    return 2 * block - int(block > 0 and kinds[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE))
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:

@@ -31,7 +31,7 @@ from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
-from tests.memory_oracle import spans_of_tasks
+from tests.memory_oracle import put_together, spans_of_tasks
 from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
@@ -74,18 +74,18 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
     return Counter(
-        Span(s.device, *_rounded(*_lifetime(s, moments), begin, end), s.nbytes, s.part)
+        Span(s.device, *_rounded(*_lifetime(s, lowered, moments), begin, end), s.nbytes, s.part)
         for s in spans_of_tasks(lowered)
         if s.nbytes
     )
 
 
-def _lifetime(span: TaskSpan, moments: Sequence[int]) -> tuple[int, int]:
+def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple[int, int]:
     """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
-    what is put together before one, like what it is made of, at the moment before."""
+    what is put together before one, like what it is made of, at that moment (``put_together``)."""
     first, last = moments[span.first], max(moments[span.last], 2 * span.block)
-    first = moments[span.joined] - 1 if span.joined >= 0 else first
-    last = max(last, moments[span.used_up] - 1) if span.used_up >= 0 else last
+    first = put_together(lowered, span.joined) if span.joined >= 0 else first
+    last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
     if span.cut < 0:
         return first, last
     behind = moments[span.cut] | 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, GIVES, RECEIVES, TAKES_PART, TAKES_PART_AGAIN, Landings
+from flexsearch.lower.footprints import ALIASED, GIVES, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -20,6 +20,7 @@ from flexsearch.simulate.spans import (
     NOT_KEPT,
     Sources,
     Spans,
+    Units,
     add,
     end_of,
     prolong,
@@ -54,10 +55,10 @@ def distribute(
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             if role & TAKES_PART:
-                prolong(spans, original, put_together(sent, used) if landings.staged[row] > 0 else sent)
+                prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
         part = COPIES if gathered else ACTIVATIONS
-        holder = land(spans, landings, row, copies, now, sent, sent, used, part)
+        holder = land(sources, spans, row, copies, now, sent, sent, used, part)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -169,22 +170,23 @@ def _hand_on(
 
 
 @lean
-def put_together(sent: Any, used: Any) -> Any:
-    """The moment before something is ``used`` that is ``sent``."""
-    return used - ONE if used > sent else sent
+def put_together(units: Units, sent: Any, used: Any) -> Any:
+    """When something is put together to be ``used`` that is ``sent``."""
+    return np.uint64(units.ready[used // TWO]) if used > sent else sent
 
 
 @lean
 def land(
-    spans: Spans, landings: Landings, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
+    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
     between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
     ``sent_again``: moments of the phases; ``used``: when a computation waits for it. Activations and
     their gradients are put together from buffers right before that."""
+    landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & TAKES_PART else born
-    joined = put_together(sent, used) if part == ACTIVATIONS else used
+    joined = put_together(sources.units, sent, used) if part == ACTIVATIONS else used
     if landings.middle[row] > 0:
         add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
     if landings.staged[row] > 0:

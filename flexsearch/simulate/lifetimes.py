@@ -26,8 +26,9 @@ last moment, both included. These are the spans:
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
   that of the second phase.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it. Activations and their gradients are put together at the moment before: there
-  the buffer and what else they are made of end, and the copy begins. Of weights that are gathered together, to the
+  first computation that waits for it. Activations and their gradients are put together at the moment before, if that
+  is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
+  the copy begins. Of weights that are gathered together, to the
   first that reads its own weight, though all are unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
@@ -245,8 +246,8 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
-            prolong(spans, original, put_together(sent, used) if landings.staged[row] > 0 else sent)
-        holder = land(spans, landings, row, True, now, sent, sent, used, ACTIVATIONS)
+            prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
+        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         there = spans.arrived[place, d] != 0
@@ -326,4 +327,4 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        prolong(spans, land(spans, landings, row, True, born, sent, again, used, GRADIENTS), update)
+        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS), update)

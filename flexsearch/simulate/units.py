@@ -18,7 +18,7 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
-from flexsearch.lower.rows import Schedule
+from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Schedule
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -36,6 +36,7 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]
+_PASSES: Final = (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE)
 _CHUNK: Final = 64
 """Cells of a chunk: few enough to add them up anew where one changed, so many that chunks are few."""
 
@@ -164,7 +165,15 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
+        ready=_ready(table.kind),
     )  # fmt: skip
+
+
+def _ready(kind: npt.NDArray[Any]) -> Numbers:
+    """``Units.ready``. Other blocks run once for all microbatches."""
+    follows = np.isin(np.roll(kind, 1), _PASSES)
+    follows[:1] = False
+    return (2 * np.arange(len(kind)) - follows).astype(np.uint32)
 
 
 _LAST: list[tuple[OperatorGraph, tuple[Saved, ...]]] = []
