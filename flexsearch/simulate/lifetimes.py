@@ -28,8 +28,8 @@ last moment, both included. These are the spans:
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if that
   is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. Of weights that are gathered together, to the
-  first that reads its own weight, though all are unpacked where the first of them is read.
+  the copy begins. Of weights that are gathered together, to the first that reads its own weight, though all are
+  unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
