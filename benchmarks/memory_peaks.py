@@ -202,12 +202,13 @@ def show(name: str, number: int, graph: Imported) -> None:
     measured = pool(len(predicted)).run(measured_peak, name, graph, plan.to_file().model_dump_json(), True)
     for rank, at in enumerate(measured):
         program = compile_program(lowered, rank)
-        print(f"rank {rank}: predicted {predicted[rank].peak}, measured {at.nbytes}")
+        use = predicted[rank]
+        print(f"rank {rank}: predicted {use.peak - use.optimizer} without optimizer states, measured {at.nbytes}")
         before = next((row[0] for row in reversed(tasks_of(program)[: at.instruction + 1]) if row), 0)
         middle = float(simulation.start[before] + simulation.end[before]) / 2
-        use = curves[rank].use[:, max(0, int(np.searchsorted(curves[rank].times, middle, side="right")) - 1)]
-        print("  predicted at its peak", {part: getattr(predicted[rank], part) for part in PARTS})
-        print("  predicted there", dict(zip(PARTS, use.tolist(), strict=True)), f"sum {use.sum()}")
+        there = curves[rank].use[:, max(0, int(np.searchsorted(curves[rank].times, middle, side="right")) - 1)]
+        print("  predicted at its peak", {part: getattr(use, part) for part in PARTS})
+        print("  predicted there", dict(zip(PARTS, there.tolist(), strict=True)), f"sum {there.sum()}")
         print(f"  instruction {at.instruction} of {len(program.instructions)}: {program.instructions[at.instruction]}")
         for holder, nbytes in at.holders.items():
             print(f"  {nbytes:10d}  {holder}")
