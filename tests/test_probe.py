@@ -13,7 +13,7 @@ from benchmarks import netns
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import RuntimeFailure
 from flexsearch.measure import probe as probing
-from flexsearch.measure.fit import FormTime, Measured, apart, fit, messages, place_names, processors
+from flexsearch.measure.fit import FormTime, Measured, fit, messages, place_names, processors
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS, ONE_CALL
@@ -74,19 +74,6 @@ def test_a_communication_between_computations_starts_later_by_what_was_measured_
     assert paused.factors == plain.factors and paused.message_s == plain.message_s
     beside = fit(replace(exact, overlapped_s=2e-4), "cluster", "made up").communication
     assert beside == plain.model_copy(update={"cpu_s": 2e-4})
-
-
-def test_what_ranks_of_one_processor_take_from_each_other_is_not_counted_twice() -> None:
-    """Interruptions are measured among ranks with processors of their own; where all share one, each has its part."""
-    several = [replace(CPU, place=f"m0/{k}", cores=(k % 2,)) for k in range(4)]
-    one = [replace(CPU, place=f"m0/{k}") for k in range(3)]
-    assert apart(hosts(3)) == [0, 1, 2] == apart(one) and apart(several) == [0, 1]
-    forms = {"exchange": FormTime(1_000_000, OVERHEAD + LATENCY + 1_000_000 / RATE)}
-    found = [
-        fit(measured(facts, overlapped_s=3e-4, forms=forms), "cluster", "made up").communication.cpu_s
-        for facts in (hosts(3), several, one)
-    ]
-    assert found == pytest.approx([3e-4, 3e-4, 1e-4])
 
 
 def test_what_a_form_takes_from_a_processor_is_moving_by_its_cores_and_copying_by_one() -> None:

@@ -51,9 +51,9 @@ class FormTime:
 class Measured:
     """All that was measured. By pair of ranks (lower first): ``latency_s`` one way; ``bandwidth`` B/s in each direction
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
-    other places. Of a few bytes: ``small_all_reduce_s`` among all ranks, which do nothing else; among those that are
-    ``apart``, ``pause_s`` (of ``PAUSE_BYTES``) where it interrupts what they compute, ``overlapped_s`` where they go on
-    computing; 0 if not measured."""
+    other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
+    ``PAUSE_BYTES``) where it interrupts what they compute, ``overlapped_s`` where they go on computing; 0 if not
+    measured."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -80,13 +80,12 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     overhead = _overhead(measured)
     devices = _devices(measured)
     switches, links = _wiring(measured, [d.name for d in devices], overhead)
-    computing = apart(measured.facts)
     communication = Communication(
         backend=measured.backend,
         overhead_s=overhead,
         message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
-        cpu_s=measured.overlapped_s / _turns(measured.facts, computing),
+        cpu_s=measured.overlapped_s,
     )
     sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)
     ideal = Topology(
@@ -97,7 +96,7 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
     # Ranks did nothing else while they were measured; a step's communications stand between computations.
-    idle_s = Pricing(ideal).all_reduce(computing, PAUSE_BYTES).duration_s
+    idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
     pause = max(0.0, measured.pause_s - idle_s)
     cores = _cores_each(measured.facts)
     by_form = {form: _cpu_s_per_byte(form, len(devices), found, cores) for form, found in measured.forms.items()}
@@ -140,20 +139,6 @@ def processors(facts: Sequence[Facts]) -> list[int]:
             result[rank] = free + k % slots
         free += slots
     return result
-
-
-def apart(facts: Sequence[Facts]) -> list[int]:
-    """The first rank of each processor: what an all-reduce costs these is their own. Of ranks that share, each would
-    wait for the others', too, or compute while they wait. All ranks, if there is one processor."""
-    shared = processors(facts)
-    first = [rank for rank, processor in enumerate(shared) if processor not in shared[:rank]]
-    return first if len(first) > 1 else list(range(len(facts)))
-
-
-def _turns(facts: Sequence[Facts], ranks: Sequence[int]) -> int:
-    """How many of the ranks take turns on a processor."""
-    shared = processors(facts)
-    return max(Counter(shared[rank] for rank in ranks).values())
 
 
 def _overlap(a: Facts, b: Facts) -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
-from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, apart, fit, messages, processors
+from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
@@ -162,7 +162,7 @@ class _Probe:
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
-            pause, overlapped = self.pause(apart(found)) if self.backend == "gloo" else (0.0, 0.0)
+            pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         measured = Measured(
             self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms
@@ -336,34 +336,31 @@ class _Probe:
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))
 
-    def pause(self, ranks: Sequence[int]) -> tuple[float, float]:
-        """Seconds that an all-reduce of a few bytes costs ``ranks`` that compute, if they wait for it and if they go
-        on: it cuts a run of operators in two, of which each is a call of autograd, and wakes gloo's threads and this
-        one beside what they have in the caches."""
-        group = dist.new_group(list(ranks), backend="gloo")
+    def pause(self) -> tuple[float, float]:
+        """Seconds that an all-reduce of a few bytes costs ranks that compute, if they wait for it and if they go on: it
+        cuts a run of operators in two, of which each is a call of autograd, and wakes gloo's threads and this one
+        beside what they have in the caches."""
         layers = [(torch.randn(128, 256) / 16, torch.randn(256, 128) / 16) for _ in range(PAUSES)]
         weights = [[weight.requires_grad_() for weight in layer] for layer in layers]
         rows = torch.ones(256, 128)
 
         def step(cut: bool, waits: bool = False) -> float:
             works: list[dist.Work] = []
-            if self.rank not in ranks:
-                return 0.0
-            dist.barrier(group=group)
+            dist.barrier(group=self.control)
             began, x, passes = time.perf_counter(), rows.clone().requires_grad_(), []
             leaf = x
             for first, second in weights:
                 x = torch.relu(x @ first) @ second
                 if cut:
                     passes.append((x, [leaf, first, second]))
-                    x = leaf = _interrupted(x, works, waits, group).requires_grad_()
+                    x = leaf = _interrupted(x, works, waits).requires_grad_()
             if not cut:
                 passes = [(x, [leaf, *(weight for layer in weights for weight in layer)])]
             gradient = rows
             for computed, wanted in reversed(passes):
                 gradient = torch.autograd.grad(computed, wanted, gradient)[0]
                 if cut:
-                    gradient = _interrupted(gradient, works, waits, group)
+                    gradient = _interrupted(gradient, works, waits)
             for work in works:
                 work.wait()
             return time.perf_counter() - began
@@ -426,11 +423,11 @@ def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:
     return [members for _, members in rounds]
 
 
-def _interrupted(tensor: Tensor, works: list[dist.Work], waits: bool, group: dist.ProcessGroup) -> Tensor:
+def _interrupted(tensor: Tensor, works: list[dist.Work], waits: bool) -> Tensor:
     """The tensor, after ranks have begun to sum up a few of its elements and, if one ``waits``, have done so."""
     few = torch.empty(PAUSE_BYTES // 4)
     few.copy_(tensor.detach().view(-1)[: len(few)])
-    work = dist.all_reduce(few, group=group, async_op=True)
+    work = dist.all_reduce(few, async_op=True)
     assert work is not None
     if waits:
         work.wait()
