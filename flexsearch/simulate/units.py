@@ -111,9 +111,10 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     place = np.zeros(len(activations), np.uint32)
     for first, last in zip(views.first, views.last, strict=True):
         place[views.all[first:last]] = np.arange(last - first)
-    concerned, kept, released = Rows(_concerned(graph, number)), kept_weights(graph), released_weights(graph)
+    kept, released = kept_weights(graph), released_weights(graph)
     pairs = list(zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True))
     slot, alone = {pair: k for k, pair in enumerate(pairs)}, _only_gradients(graph, kept)
+    concerned = Rows(_concerned(graph, number, alone))
     slots = Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
     last = len(table.kind) - 1
 
@@ -199,12 +200,14 @@ def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], li
     return list(members), list(members.values())
 
 
-def _concerned(graph: OperatorGraph, number: dict[str, int]) -> list[list[int]]:
+def _concerned(
+    graph: OperatorGraph, number: Mapping[str, int], alone: Mapping[tuple[int, int], tuple[int, int]]
+) -> list[list[int]]:
     """By operator: the units of what it reads and makes, and of the new values of buffers that it reads, as these are
     kept where readers want them; and of what is kept for the gradients of what it makes."""
     renewed = graph.buffer_updates
     kept: dict[str, list[str]] = {}
-    for (i, p), (_, q) in _only_gradients(graph, kept_weights(graph)).items():
+    for (i, p), (_, q) in alone.items():
         op = graph.operators[i]
         kept.setdefault(op.inputs[q], []).extend(op.outputs if p == q else (op.inputs[p],))
     return [
@@ -219,9 +222,7 @@ def _concerned(graph: OperatorGraph, number: dict[str, int]) -> list[list[int]]:
     ]  # fmt: skip
 
 
-def _only_gradients(
-    graph: OperatorGraph, kept: Collection[tuple[int, int]]
-) -> dict[tuple[int, int], tuple[int, int]]:  # fmt: skip
+def _only_gradients(graph: OperatorGraph, kept: Collection[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
     """(operator, operand) of what is kept for the backward pass for the gradient of one operand alone, an activation,
     and that one: weights of products with one other factor, and what operators without weights read."""
     found = {}
