@@ -19,6 +19,7 @@ from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
 from flexsearch.runtime import backward
 from flexsearch.runtime.body import Call, body_of
+from flexsearch.runtime.instructions import Load
 from flexsearch.runtime.layers import Layer, layers_of
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate import simulate
@@ -148,6 +149,45 @@ def _counted(traced: Imported, file: str) -> tuple[int, dict[str, Tensor]]:
     with _Products() as products:
         step.step((x,), targets)
     return products.count, step.state_dict()
+
+
+def _data_set(traced: Imported, file: str) -> tuple[list[float], int, int]:
+    """Losses of this rank's steps before and after its weights get memory of their own, with other values, and after
+    the first values are back; leaves of weights of two steps without a change, and how many of them are the same."""
+    model, x, targets = deep()
+    step = distribute(model, traced, Strategy.from_file(StrategyFile.model_validate_json(file)))
+    leaves: list[dict[int, Tensor]] = []
+
+    def loss() -> float:
+        step.engine.context.step = 0  # the same dropout
+        seen: dict[int, Tensor] = {}
+
+        def around(instruction: Any, action: Any) -> None:
+            action()
+            if isinstance(instruction, Load):
+                seen[instruction.slot] = step.engine._values[instruction.slot]
+
+        step.engine.around = around
+        value = float(step(((x,), targets)).loss)
+        leaves.append(seen)
+        return value
+
+    losses = [loss(), loss()]
+    before = [weight.data for weight in step.engine.weights.values()]
+    for weight in step.engine.weights.values():
+        weight.data = weight.data * 1.5
+    losses.append(loss())
+    for weight, data in zip(step.engine.weights.values(), before, strict=True):
+        weight.data = data.clone()
+    losses.append(loss())
+    return losses, len(leaves[0]), sum(leaves[0][slot] is leaves[1][slot] for slot in leaves[0])
+
+
+def test_a_weight_is_one_leaf_in_all_steps_until_its_data_is_set() -> None:
+    graph = imported().graph
+    plan = layout(graph, 1, 1, ["head"], ranks=2, topology="ethernet-1g-2", schedule="zero-bubble", microbatches=4)
+    for losses, count, same in pool(2).run(_data_set, imported(), plan.to_file().model_dump_json()):
+        assert losses[0] == losses[1] == losses[3] != losses[2] and count == same > 0
 
 
 @pytest.mark.parametrize("border", ["head", "middle"])

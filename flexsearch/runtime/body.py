@@ -92,14 +92,14 @@ class _Weight(NamedTuple):
     edge: GradientEdge
 
 
-def _raised(known: dict[int, _Weight], number: int, leaf: Any, rung: Tensor, lasts: bool) -> _Weight:
+def _above(earlier: dict[int, _Weight], number: int, leaf: Any, rung: Tensor, lasts: bool) -> _Weight:
     """A weight above a rung; if it ``lasts``, as it was raised in an earlier step."""
-    weight = known.get(number)
+    weight = earlier.get(number)
     if weight is None or weight.leaf is not leaf:
         raised = _Raised.apply(leaf, rung)  # type: ignore[no-untyped-call]
         weight = _Weight(leaf, raised, get_gradient_edge(raised))
         if lasts:
-            known[number] = weight
+            earlier[number] = weight
     return weight
 
 
@@ -165,10 +165,6 @@ def _run(
     of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
     place = {p: k for k, p in enumerate((*held, *(p for call in calls for p in call.results)))}
     last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
-    dead: list[list[int]] = [[] for _ in calls]
-    for p, k in last.items():
-        if p not in wanted:
-            dead[k].append(place[p])
     rungs = _rungs([STEPS * (k + 1) for k in range(len(calls))] if weights else [])
     steps = tuple(
         (
@@ -181,12 +177,12 @@ def _run(
             ),
             tuple(place[p] for reader, p in released if reader == k),
             tuple((edges.index(p), place[p]) for p in call.results if p in edges),
-            tuple(dead[k]),
+            tuple(place[p] for p, reader in last.items() if reader == k and p not in wanted),
         )
         for k, call in enumerate(calls)
     )
     chosen = tuple(place[p] for p in wanted)
-    known: dict[int, _Weight] = {}
+    raised: dict[int, _Weight] = {}
 
     def body(*values: Tensor) -> list[Any]:
         local: list[Any] = list(values)
@@ -197,7 +193,7 @@ def _run(
         for kernel, operands, trained, loose, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
             for e, rung, at, lasts in trained:
-                _, weight, entered[e] = _raised(known, e, read[at[0]], rung, lasts)
+                _, weight, entered[e] = _above(raised, e, read[at[0]], rung, lasts)
                 for k in at:
                     read[k] = weight
             if loose:

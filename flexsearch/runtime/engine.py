@@ -165,15 +165,14 @@ class Engine:
         values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
         tensor = self.lowered.graph.tensor[instruction.name]
         dtype, trained = dtype_of(tensor.dtype), tensor.floating
-        leaf = None if weight.dtype != dtype else weight.detach().requires_grad_(trained)
+        lasting: Tensor | None = None
 
         def run() -> None:
-            nonlocal leaf
-            if leaf is None:
-                values[slot] = weight.detach().to(dtype).requires_grad_(trained)
-                return
-            if leaf.data_ptr() != weight.data_ptr():  # somebody has set the weight's data
-                leaf = weight.detach().requires_grad_(trained)
+            nonlocal lasting
+            leaf = lasting
+            if leaf is None or leaf.data_ptr() != weight.data_ptr():  # the first step, or somebody has set its data
+                leaf = weight.detach().to(dtype).requires_grad_(trained)
+                lasting = leaf if leaf.data_ptr() == weight.data_ptr() else None  # no copy in another precision
             values[slot] = leaf
 
         return run
