@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+_SLEEP: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
+"""A kernel that counts cycles of the device; private to PyTorch. Where a version has none, the times of small kernels
+hold some of what launching them takes."""
+_CYCLES = 1 << 21
 
 
 class Clock:
@@ -17,6 +23,10 @@ class Clock:
 
     def wait(self) -> None:
         """Until all marks are known."""
+
+    def hold(self, seconds: float) -> None:
+        """Keep the device busy for about so long, so that the host gets ahead of it: marks then tell what the device
+        takes, not when the host came to it. Nothing on a CPU, which is its own host."""
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds between two marks."""
@@ -30,6 +40,8 @@ class Clock:
 class CudaClock(Clock):
     """Events in the stream: the device's own time, without stopping it."""
 
+    _cycles_per_s = 0.0
+
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -37,6 +49,15 @@ class CudaClock(Clock):
 
     def wait(self) -> None:
         torch.cuda.synchronize()
+
+    def hold(self, seconds: float) -> None:
+        if _SLEEP is None:
+            return
+        if not self._cycles_per_s:
+            marks = self.mark(), _SLEEP(_CYCLES), self.mark()
+            self.wait()
+            self._cycles_per_s = _CYCLES / self.between(marks[0], marks[2])
+        _SLEEP(int(seconds * self._cycles_per_s))
 
     def between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) * 1e-3

@@ -24,8 +24,12 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
+from flexsearch.topology import Communication, Topology
+
 START_S = 120.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
+ON_GPUS = os.environ.get("FLEXSEARCH_TEST_DEVICE") == "cuda"
+"""Ranks use CUDA and NCCL, in tests that ask ``cluster`` for their topology; several share a GPU if need be."""
 
 context = get_context("forkserver")
 context.set_forkserver_preload([
@@ -103,6 +107,20 @@ class Pool:
                 del _pools[size]
 
 
+def cluster(size: int) -> Topology:
+    """Hosts on a slow network, one for each rank of a pool; their devices are what these compute on."""
+    topology = Topology.load(f"ethernet-1g:{size}")
+    return on_gpus(topology) if ON_GPUS else topology
+
+
+def on_gpus(topology: Topology) -> Topology:
+    """The same of GPUs over NCCL."""
+    fields = {name: getattr(topology, name) for name in Topology.model_fields}
+    devices = tuple(device.model_copy(update={"kind": "cuda"}) for device in topology.devices)
+    communication = Communication(backend="nccl")
+    return Topology(**(fields | {"devices": devices, "communication": communication}))
+
+
 def pool(size: int) -> Pool:
     """The pool of that size, started when first asked for."""
     if size not in _pools:
@@ -119,7 +137,11 @@ def _close_all() -> None:
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if ON_GPUS:
+        # NCCL refuses two ranks on one GPU of one host; it takes ranks of other names to be on hosts of their own.
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=timedelta(seconds=60))
     pipe.send("ready")
     while True:
         try:

@@ -21,9 +21,8 @@ from flexsearch.lower.lowering import lower
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from flexsearch.topology import Topology
 from tests.random_strategies import strategies
-from tests.ranks import pool
+from tests.ranks import ON_GPUS, cluster, on_gpus, pool
 from tests.small_models import NAMES, Case, Dropped, case
 from tests.staged_plans import deep, staged_plan, tokens_loss
 from tests.test_states import slow_between_hosts
@@ -164,7 +163,7 @@ def test_any_strategy_computes_what_one_device_does(name: str) -> None:
     )  # fmt: skip
     @given(data=st.data(), ranks=st.integers(1, 4), local=st.booleans(), adamw=st.booleans())
     def check(data: Any, ranks: int, local: bool, adamw: bool) -> None:
-        topology = Topology.load(f"ethernet-1g:{ranks}")
+        topology = cluster(ranks)
         strategy = data.draw(strategies(graph, topology))
         file = strategy.to_file().model_dump_json()
         note(file)
@@ -186,7 +185,7 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
     )  # fmt: skip
     @given(data=st.data(), ranks=st.integers(1, 4))
     def check(data: Any, ranks: int) -> None:
-        strategy = data.draw(strategies(graph, Topology.load(f"ethernet-1g:{ranks}")))
+        strategy = data.draw(strategies(graph, cluster(ranks)))
         file = strategy.to_file().model_dump_json()
         note(file)
         for found in pool(ranks).run(_parallel, name, imported, file, False, "float32", 1):
@@ -197,6 +196,7 @@ def test_float32_too_in_the_layouts_that_are_fast_there(name: str) -> None:
 
 def test_hosts_add_up_the_gradients_of_the_parts_that_each_of_them_has() -> None:
     imported, topology = _imported("mlp"), slow_between_hosts()
+    topology = on_gpus(topology) if ON_GPUS else topology
     strategy = baseline("hsdp", imported.graph, topology)
     lowered = lower(imported.graph, strategy, topology, Costs(imported.graph, topology))
     forms = {w.plan.sync.form for w in lowered.weights if w.plan.sync is not None}
@@ -223,11 +223,11 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
     model, tokens, targets = deep()
     imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
     graph = imported.graph
-    alone = baseline("single", graph, Topology.load("ethernet-1g:1"))
+    alone = baseline("single", graph, cluster(1))
     single = alone.to_file().model_dump_json()
     expected = [pool(1).run(_staged, imported, single, adamw)[0] for adamw in (False, True)]
     for number in range(STAGED):
-        plan, adamw = staged_plan(graph, random.Random(int(SEED or 0) + number)), number % 3 == 2
+        plan, adamw = staged_plan(graph, random.Random(int(SEED or 0) + number), cluster=cluster), number % 3 == 2
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
         for rank, history in enumerate(ranks.run(_staged, imported, file, adamw, timeout_s=60)):
             try:
@@ -251,7 +251,7 @@ def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
     losses = []
     for precision in ("as-is", "bf16"):
         options = Options(precision=precision)
-        plan = baseline("fsdp", imported.graph, Topology.load("ethernet-1g:2"), options)
+        plan = baseline("fsdp", imported.graph, cluster(2), options)
         (row, types), _ = pool(2).run(_precise, imported, plan.to_file().model_dump_json())
         losses.append(row)
         assert types == {torch.float32}
@@ -271,7 +271,7 @@ def test_random_draws_do_not_depend_on_the_plan() -> None:
     graph = import_with_constants(Dropped(), (torch.zeros(5, 8, dtype=torch.float64),), torch.sum).graph
     expected: list[float] = []
     for plan, ranks in (("single", 1), ("data-parallel", 2), ("megatron", 2), ("data-parallel", 3)):
-        strategy = baseline(plan, graph, Topology.load(f"ethernet-1g:{ranks}"))
+        strategy = baseline(plan, graph, cluster(ranks))
         for losses in pool(ranks).run(_drawn, strategy.to_file().model_dump_json()):
             expected = expected or losses
             assert losses == pytest.approx(expected, rel=1e-9), plan
@@ -292,7 +292,7 @@ def _reloaded(name: str, imported: Imported, file: str) -> tuple[dict[str, Tenso
 
 @pytest.mark.parametrize("name", ["convolutions", "recurrent"])
 def test_a_state_is_given_and_taken_in_the_models_own_names_and_shapes(name: str) -> None:
-    imported, topology = _imported(name), Topology.load("ethernet-1g:2")
+    imported, topology = _imported(name), cluster(2)
     file = baseline("megatron", imported.graph, topology).to_file().model_dump_json()
     for loaded, found, error in pool(2).run(_reloaded, name, imported, file):
         assert loaded.keys() == found.keys() and all(torch.equal(loaded[k], found[k]) for k in loaded)
@@ -328,9 +328,9 @@ def _added(imported: Imported, file: str, x: Tensor) -> dict[str, Tensor]:
 
 def test_gradients_in_the_same_memory_add_up_apart_over_microbatches() -> None:
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    imported, cluster = import_with_constants(_Added(), (x,)), Topology.load("ethernet-1g:1")
-    alone = baseline("single", imported.graph, cluster)
-    split = Strategy.make(imported.graph, cluster, alone.configs, alone.options, microbatches=4)
+    imported, alone_on = import_with_constants(_Added(), (x,)), cluster(1)
+    alone = baseline("single", imported.graph, alone_on)
+    split = Strategy.make(imported.graph, alone_on, alone.configs, alone.options, microbatches=4)
     expected, actual = (
         pool(1).run(_added, imported, plan.to_file().model_dump_json(), x)[0] for plan in (alone, split)
     )

@@ -215,7 +215,7 @@ def test_busy_neighbours_do_what_is_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_neighbour_that_has_ended_is_told() -> None:
-    with neighbours(small_net(), "cpu", 1, 1, 1) as others, pytest.raises(ProfileError, match="neighbour"):
+    with neighbours(small_net(), "as-is", "cpu", 1, 1, 1) as others, pytest.raises(ProfileError, match="neighbour"):
         for process in others._processes:
             process.kill()
             process.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -129,6 +129,10 @@ def profile(
     batch: common.BatchOption = None,
     seq: common.SequenceOption = None,
     threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads of one rank on a CPU.")] = 1,
+    precision: Annotated[
+        Literal["as-is", "bf16", "fp16"],
+        typer.Option("--precision", help="Of the plans that these times are for. as-is: what the graph says."),
+    ] = "as-is",
     max_parts: Annotated[
         int,
         typer.Option(
@@ -170,7 +174,7 @@ def profile(
     with Live("measuring") as live:
         measured = profile_graph(
             loaded, device=device, threads=threads, max_parts=max_parts, known=known, repeats=repeats,
-            budget_s=budget_s, busy_neighbours=busy_neighbours,
+            budget_s=budget_s, busy_neighbours=busy_neighbours, precision=precision,
             progress=lambda done, total: live.show("measuring", done, total, f"{done} of {total} pieces"),
         )  # fmt: skip
     measured.save(output)

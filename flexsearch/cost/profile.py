@@ -24,7 +24,7 @@ from flexsearch.graph.model import Dtype, Operator
 from flexsearch.graph.notation import Dimension, Operand
 from flexsearch.quantities import Amount, Bandwidth, Count, FlopRate, LatencySeconds, Seconds, SecondsPerByte, Text
 from flexsearch.topology import Device
-from flexsearch.topology.kernels import Efficiency, Launches
+from flexsearch.topology.kernels import Efficiency, Launches, reported_names
 
 _SILENT = frozenset({"salt", "count"})
 """Attributes that differ between equal layers and cost nothing: a dropout's salt, a divisor."""
@@ -132,12 +132,15 @@ class ProfileDevice(FileModel):
 
     def fits(self, device: Device) -> bool:
         """Whether these measurements hold for a device of a topology: it is of the same kind, and its model is the one
-        measured, is listed in ``stands_for``, or is generic. Generic: "cpu", "generic" and the like; or a number of
-        cores, as "one server core" and "4 cores", if as many threads were measured."""
+        measured, also by the name that drivers report, is listed in ``stands_for``, or is generic. Generic: "cpu",
+        "generic" and the like; or a number of cores, as "one server core" and "4 cores", if as many threads were
+        measured."""
         if device.kind != self.kind:
             return False
         model = _plain(device.model)
         if model in {_plain(self.model), *map(_plain, self.stands_for)} or model in _GENERIC:
+            return True
+        if _plain(self.model) in map(_plain, reported_names().get(device.model, ())):
             return True
         if cores := _CORES.fullmatch(model):
             return self.threads == (1 if cores[1] == "one" else int(cores[1]))

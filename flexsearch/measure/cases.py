@@ -14,6 +14,7 @@ from flexsearch.graph.images import images
 from flexsearch.graph.model import Operator, OperatorGraph
 from flexsearch.graph.notation import Box
 from flexsearch.graph.piece import Piece, chunk, make_piece
+from flexsearch.graph.precision import PreciseGraph
 
 CALL_FLOPS = {"cpu": 1e11, "cuda": 1e14}
 CALL_BYTES = {"cpu": 1e10, "cuda": 1e12}
@@ -26,6 +27,7 @@ CACHE_BYTES = 128 << 20
 class Case:
     """A piece to measure. ``key``: its signature. ``shapes``: of the operator's whole inputs. ``held``: regions of the
     inputs that a rank holds, from which the piece cuts what it reads. ``images``: inputs in the memory format of these.
+    ``precise``: of a graph in mixed precision, whose kernels cast what they read.
     """
 
     key: str
@@ -35,6 +37,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     held: tuple[Box | None, ...]
     images: tuple[bool, ...]
+    precise: bool = False
 
 
 def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset()) -> list[list[Case]]:
@@ -50,7 +53,8 @@ def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset
         costed = Costed.of(graph, index)
         whole = costed.signature(costed.op.sizes)
         flags = tuple(name in pictures for name in costed.op.inputs)
-        cases = [case for case in _cases(costed, flags, max_parts) if case.key not in known]
+        made = _cases(costed, flags, max_parts, isinstance(graph, PreciseGraph))
+        cases = [case for case in made if case.key not in known]
         columns.append([case for case in cases if owner.setdefault(case.key, whole) == whole])
     return [_within_caches([case for case in row if case is not None]) for row in itertools.zip_longest(*columns)]
 
@@ -100,7 +104,7 @@ def quick_enough(case: Case, kind: str, budget_s: float | None) -> bool:
     return max(work.flops / CALL_FLOPS[kind], work.nbytes / CALL_BYTES[kind]) <= budget_s
 
 
-def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int) -> list[Case]:
+def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int, precise: bool = False) -> list[Case]:
     """The distinct pieces of an operator: whole, then split on one axis, many parts first, then on several."""
     op = costed.op
     inputs = tuple(t.shape for t in costed.inputs)
@@ -119,7 +123,7 @@ def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int) -> list[Case
             key = costed.signature(extents)
             if key not in found:
                 piece = make_piece(op, axes, inputs, outputs)
-                found[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags)
+                found[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags, precise)
     return list(found.values())
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 from flexsearch import children
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import OperatorGraph
+from flexsearch.graph.precision import Precision, with_precision
 
 if TYPE_CHECKING:
     from flexsearch.measure.sweeps import Bench
@@ -46,10 +47,13 @@ class Neighbours:
 
 
 @contextmanager
-def neighbours(graph: OperatorGraph, device: str, threads: int, max_parts: int, count: int) -> Iterator[Neighbours]:
+def neighbours(
+    graph: OperatorGraph, precision: Precision, device: str, threads: int, max_parts: int, count: int
+) -> Iterator[Neighbours]:
     """``count`` other processes that sweep over the same graph until they are told otherwise, or the block ends."""
     request = json.dumps(
-        {"graph": graph.model_dump(mode="json"), "device": device, "threads": threads, "max_parts": max_parts}
+        {"graph": with_precision(graph, "as-is").model_dump(mode="json"), "precision": precision, "device": device,
+         "threads": threads, "max_parts": max_parts}
     )
     processes = [
         children.start(children.module("flexsearch.measure.neighbours"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -78,7 +82,7 @@ def _be_neighbour() -> None:
     _leave_cores_of_parent()
     torch.set_num_threads(request["threads"])
     keep_freed_memory()
-    graph = OperatorGraph.model_validate_json(json.dumps(request["graph"]))
+    graph = with_precision(OperatorGraph.model_validate_json(json.dumps(request["graph"])), request["precision"])
     bench, work = Bench(request["device"]), SWEEPS
     while work and os.getppid() == parent:
         once = _work(graph, bench, request["max_parts"], work)

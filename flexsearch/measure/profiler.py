@@ -14,6 +14,7 @@ from flexsearch.allocator import keep_freed_memory
 from flexsearch.cost.profile import Entry, Figures, Optimizer, Profile, ProfileDevice, UpdateEntry, cpu_model
 from flexsearch.errors import ProfileError
 from flexsearch.graph.model import Dtype, OperatorGraph
+from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
 from flexsearch.measure.figures import Starts, fit_figures, residuals
 from flexsearch.measure.machine import host_overhead_s, kernel_start_s
@@ -41,14 +42,16 @@ def profile_graph(
     budget_s: float | None = None,
     progress: Progress | None = None,
     busy_neighbours: int = 0,
+    precision: Precision = "as-is",
 ) -> Profile:
     """Profile of all pieces of ``graph`` that splitting each operator into up to ``max_parts`` can make.
 
     ``known``: measurements that are kept and not repeated. ``repeats``: about so many sweeps over each piece, in
     ``TURNS`` turns, the median of whose medians counts. ``budget_s``: stop after so many seconds; whole operators and
     splits of one axis are measured first, and the roofline fills what is missing. ``busy_neighbours``: that many
-    processes do the same kind of work meanwhile, as on a machine whose cores share the memory. Raises ProfileError if
-    ``known`` is of another device, ``device`` is not there, or a count is below 1.
+    processes do the same kind of work meanwhile, as on a machine whose cores share the memory. ``precision``: of the
+    plans that these times are for (``Options.precision``). Raises ProfileError if ``known`` is of another device,
+    ``device`` is not there, or a count is below 1.
     """
     for option, value in (("threads", threads), ("max_parts", max_parts), ("repeats", repeats)):
         if value < 1:
@@ -58,7 +61,7 @@ def profile_graph(
             f"the graph has no operators to measure: {given!r} is a time and bytes that a profile gave",
             "Such a graph is planned as it is. Import the PyTorch model itself to measure it.",
         )
-    here = _device(device, threads)
+    here, graph = _device(device, threads), with_precision(graph, precision)
     if here.kind == "cpu":
         keep_freed_memory()  # as the runtime does
     if known is not None:
@@ -67,7 +70,7 @@ def profile_graph(
     check_memory(rounds)
     rounds = [[case for case in cases if quick_enough(case, here.kind, budget_s)] for cases in rounds]
     deadline = None if budget_s is None else time.monotonic() + budget_s
-    with _threads(threads), neighbours(graph, device, threads, max_parts, busy_neighbours) as others:
+    with _threads(threads), neighbours(graph, precision, device, threads, max_parts, busy_neighbours) as others:
         bench = Bench(device)
         entries = measure_entries(bench, rounds, repeats, deadline, progress)
         complete = known is not None and not entries and len(known.updates) == len(OPTIMIZERS)

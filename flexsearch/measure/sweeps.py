@@ -30,7 +30,8 @@ from flexsearch.cost.profile import Entry
 from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.notation import Box
 from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
-from flexsearch.graph.ops.local import preferred
+from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import in_types, preferred
 from flexsearch.measure.cases import Case
 
 ENTRY_S = 0.1
@@ -41,6 +42,10 @@ FIRST_S = 2.0
 """The first sweep of an entry counts only if it takes longer."""
 HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
+AHEAD = 32
+"""A device is held back for so many tasks at a time, whose launches fit into its queue of about a thousand."""
+HOLD_S = 5e-4
+"""For each of them: more than the host takes to make its operands and launch it."""
 BLOCK = 1 << 14
 """Operands hold so many random numbers again and again: to write them, little else is read into the caches."""
 
@@ -91,18 +96,18 @@ class Bench:
         marks = []
         gc.disable()  # no pause for a collection inside a measurement
         try:
-            for run in runs:
+            for run in self._ahead(runs):
                 run.prepare()
                 with _named(run.case):
                     start = self.clock.mark()
                     run.forward()
                     marks.append((start, self.clock.mark()))
                 run.release()
-            for run in reversed(runs):
+            for run in self._ahead(list(reversed(runs))):
                 run.prepare_backward()
                 with _named(run.case):
                     run.backward(halved and run.case.costed.trained)
-            for run in reversed(runs) if halved else ():
+            for run in self._ahead(list(reversed(runs))) if halved else ():
                 with _named(run.case):
                     run.backward_of_weights()
         finally:
@@ -110,6 +115,14 @@ class Bench:
         self.clock.wait()
         for run, (start, end) in zip(runs, marks, strict=True):
             run.finish(start, end)
+
+    def _ahead(self, runs: Sequence[Run]) -> Iterator[Run]:
+        """The runs, for each few of which the device is held back for a while, so that their kernels follow each other
+        as fast as the device computes them."""
+        for k, run in enumerate(runs):
+            if k % AHEAD == 0:
+                self.clock.hold(HOLD_S * len(runs[k : k + AHEAD]))
+            yield run
 
     def fill(self, tensor: Tensor) -> Tensor:
         """Write random numbers to a new tensor, dense in memory. They lie in [0, 1): every operator has a value and a
@@ -179,7 +192,9 @@ class Run:
 
     def __init__(self, case: Case, bench: Bench, samples: Samples) -> None:
         self.case, self.bench, self.samples = case, bench, samples
-        self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext())
+        self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext(device=bench.device))
+        if case.precise:
+            self._kernel = in_types(self._kernel, [dtype_of(tensor.dtype) for tensor in case.costed.outputs])
         self._cuts = [_cut(held, read) for held, read in zip(case.held, case.piece.inputs, strict=True)]
         self._inputs = [self._input(i, box) for i, box in enumerate(case.held)]
         self._operands: list[Tensor | None] = []

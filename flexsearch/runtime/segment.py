@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from flexsearch.graph import Box, OperatorGraph
+from flexsearch.graph import Box
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KernelContext, build_kernel, released_weights
 from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import in_types
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
@@ -107,24 +108,6 @@ def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kern
             result = kernels[k](part)
             made[k] = result[0] if isinstance(result, tuple) else result
         return tuple(made)
-
-    return run
-
-
-def _in_precision(kernel: Kernel, op: Operator, graph: OperatorGraph) -> Kernel:
-    """A kernel of mixed precision: it computes in the type of its first real result, and writes all as the graph
-    says."""
-    types = [dtype_of(graph.tensor[name].dtype) for name in op.outputs]
-    computed = next((dtype for dtype in types if dtype.is_floating_point), None)
-
-    def run(*operands: Tensor | None) -> tuple[Tensor, ...]:
-        cast = [
-            x.to(computed) if x is not None and x.is_floating_point() and computed is not None else x for x in operands
-        ]
-        made = kernel(*cast)
-        return tuple(
-            x.to(dtype) for x, dtype in zip(made if isinstance(made, tuple) else (made,), types, strict=True)
-        )
 
     return run
 
@@ -380,5 +363,7 @@ def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext
     for m in microbatches:
         whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
         kernel = build_kernel(whole, piece, shapes, context)
-        kernels.append(_in_precision(kernel, op, lowered.graph) if isinstance(lowered.graph, PreciseGraph) else kernel)
+        if isinstance(lowered.graph, PreciseGraph):
+            kernel = in_types(kernel, [dtype_of(lowered.graph.tensor[name].dtype) for name in op.outputs])
+        kernels.append(kernel)
     return kernels[0] if len(kernels) == 1 else _summed(kernels)

@@ -5,7 +5,7 @@ What a topology file leaves out is as the defaults here say, which were guessed:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Final, Literal
 
@@ -83,6 +83,22 @@ def recipe_passes(kind: Literal["cpu", "cuda"]) -> Mapping[str, float]:
     assert path is not None
     data = load(RecipeWork, path, "recipe work")
     return data.cpu if kind == "cpu" else data.cuda
+
+
+class GpuNames(FileModel):
+    """``profiles/gpu-names.json``: what drivers call the GPUs of presets, by model."""
+
+    format: Literal["flexsearch.gpu_names/1"] = "flexsearch.gpu_names/1"
+    source: Text
+    names: dict[Name, list[Text]]
+
+
+@cache
+def reported_names() -> Mapping[str, Sequence[str]]:
+    """Names by which drivers report the GPUs of presets, by model."""
+    path = shipped("profiles", "gpu-names")
+    assert path is not None
+    return load(GpuNames, path, "names of GPUs").names
 
 
 USUAL: Final = Efficiency()

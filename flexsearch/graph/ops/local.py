@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -44,6 +45,23 @@ def numbers(op: Operator, name: str, count: int, default: int) -> list[int]:
         return [default] * count
     values = [int(v) for v in value] if isinstance(value, list) else [int(value)]
     return values * count if len(values) == 1 else values
+
+
+def in_types(kernel: Callable[..., Any], types: Sequence[torch.dtype]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A kernel of mixed precision: it computes in the type of its first real result, and writes all in these
+    ``types``."""
+    computed = next((dtype for dtype in types if dtype.is_floating_point), None)
+
+    def run(*operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        cast = [
+            x.to(computed) if x is not None and x.is_floating_point() and computed is not None else x for x in operands
+        ]
+        made = kernel(*cast)
+        return tuple(
+            x.to(dtype) for x, dtype in zip(made if isinstance(made, tuple) else (made,), types, strict=True)
+        )
+
+    return run
 
 
 def preferred(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,242 @@
+"""One GPU: is a plan's step as fast as eager PyTorch, and is it predicted well? Both take turns in one process.
+
+    python -m benchmarks.one_gpu [--quick] [--json] [--models gpt2,resnet50] [--topology hgx-h100]
+                                 [--profile FILE] [--causes]
+
+Each model trains by SGD with momentum in the precisions that it is listed with; eager PyTorch computes half precision
+under autocast, a plan by its policy. Columns: ``eager_s``, ``ours_s``: seconds of a step, medians of the turns;
+``ratio_vs_eager``; ``preset_s``: as predicted by the figures of ``--topology``; ``profile_s``: by a profile that
+was measured here, in so many seconds (``profiling_s``); both with the error against ``ours_s``; ``peak_bytes``: what
+PyTorch's allocator held at most in our step, against ``predicted_peak_bytes``. ``--profile FILE`` keeps the profile.
+``--causes`` prints the kinds of operators whose predictions miss most in a step that is measured task by task.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Row, alternate, median, parser, report_tables, say
+from benchmarks.worker import LEARNING_RATE, MOMENTUM
+from flexsearch.cost import Costs, Profile
+from flexsearch.errors import FlexsearchError
+from flexsearch.graph import OperatorGraph
+from flexsearch.graph.importer import import_with_constants
+from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.graph.precision import Precision
+from flexsearch.lower import Lowered, lower_for_ranks
+from flexsearch.measure.profiler import profile_graph
+from flexsearch.runtime.parallel import Parallel, distribute
+from flexsearch.runtime.timeline import compare
+from flexsearch.setting import Setting
+from flexsearch.simulate import simulate
+from flexsearch.strategy import Options, Strategy
+from flexsearch.topology import Topology
+
+ROUNDS, TURN_S = 7, 0.3
+AUTOCAST: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CAUSES = 12
+"""So many kinds of tasks are listed."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the zoo with a batch that fills a GPU, or is as small as laptops train (``llama-small``)."""
+
+    target: str
+    batch: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    precisions: Sequence[Precision] = ("as-is", "bf16")
+
+
+MODELS: Final[Mapping[str, Model]] = {
+    "gpt2": Model("flexsearch.zoo:gpt2", 8, {"seq": 1024}),
+    "llama-1b": Model(
+        "flexsearch.zoo:llama7b", 4, {"seq": 1024, "layers": 16, "hidden": 2048, "heads": 32, "ffn": 5632}, ("bf16",)
+    ),
+    "llama-small": Model(
+        "flexsearch.zoo:llama7b", 8, {"seq": 32, "layers": 8, "hidden": 128, "heads": 4, "ffn": 344, "vocab": 1000}
+    ),
+    "bert": Model("flexsearch.zoo:bert", 16),
+    "resnet50": Model("flexsearch.zoo:resnet50", 64),
+    "vgg16": Model("flexsearch.zoo:vgg16", 64, {}, ("as-is",)),
+    "alexnet": Model("flexsearch.zoo:alexnet", 256),
+}
+QUICK: Final = ("llama-small", "gpt2")
+
+
+def made(model: Model) -> Loaded:
+    """The model with its batch on the GPU, seeded."""
+    torch.manual_seed(0)
+    return load_callable(model.target, batch=model.batch, device="cuda", **model.arguments)
+
+
+def _optimizer(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def eager(model: Model, precision: Precision) -> Callable[[], Tensor]:
+    """A step of plain PyTorch."""
+    loaded = made(model)
+    optimizer = _optimizer(loaded.model.parameters())
+    dtype = AUTOCAST.get(precision)
+
+    def step() -> Tensor:
+        assert loaded.loss is not None
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            loss = loaded.loss(loaded.model(*loaded.inputs), loaded.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+class Case:
+    """A model in one precision, and its plan for one GPU."""
+
+    def __init__(self, name: str, precision: Precision, topology: Topology) -> None:
+        self.name, self.model, self.precision, self.topology = name, MODELS[name], precision, topology
+        loaded = made(self.model)
+        self.imported = import_with_constants(
+            loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, name=name
+        )
+        self.graph: OperatorGraph = self.imported.graph
+        self.loaded = loaded
+        self.options = Options(optimizer="momentum", precision=precision)
+        self.strategy: Strategy = Setting.of(self.graph, topology).baseline("single", self.options)
+
+    def lowered(self, profile: Profile | None) -> Lowered:
+        """With costs of the preset's figures, or of a profile."""
+        return lower_for_ranks(self.graph, self.strategy, self.topology, Costs(self.graph, self.topology, profile))
+
+    def parallel(self) -> Parallel:
+        """The step that runs the plan."""
+        return distribute(self.loaded.model, self.imported, self.strategy, _optimizer)
+
+
+def turn(step: Callable[[], object], steps: int) -> float:
+    """Seconds of a step, mean of ``steps``; until the GPU has done it all."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def row_of(case: Case, profile: Profile, profiling_s: float, causes: bool) -> list[Row]:
+    """Measured beside predicted."""
+    ours, theirs = case.parallel(), eager(case.model, case.precision)
+    variants = {"ours": lambda: ours.step(case.loaded.inputs, case.loaded.targets), "eager": theirs}
+    once = {name: max(turn(step, 3), turn(step, 3)) for name, step in variants.items()}
+    steps = max(1, math.ceil(TURN_S / min(once.values())))
+    turns = alternate({n: lambda s=s: turn(s, steps) for n, s in variants.items()}, ROUNDS)  # type: ignore[misc]
+    eager_s, ours_s = median(turns["eager"]), median(turns["ours"])
+    del theirs, variants["eager"]
+    peak = _peak(variants["ours"])
+    preset, profiled = (simulate(case.lowered(p)) for p in (None, profile))
+    named = {"model": case.name, "precision": case.precision}
+    rows: list[Row] = [{
+        "table": "steps", **named, "eager_s": eager_s, "ours_s": ours_s, "ratio_vs_eager": ours_s / eager_s,
+        "preset_s": preset.makespan_s, "preset_error": preset.makespan_s / ours_s - 1,
+        "profile_s": profiled.makespan_s, "profile_error": profiled.makespan_s / ours_s - 1,
+        "profiling_s": profiling_s, "peak_bytes": peak, "predicted_peak_bytes": profiled.peak_bytes[0],
+        "peak_error": profiled.peak_bytes[0] / peak - 1,
+    }]  # fmt: skip
+    return rows + (_causes(case, ours, profile) if causes else [])
+
+
+def _peak(step: Callable[[], object]) -> int:
+    """Bytes that the step had at most, with all that is there before it but what is not its own."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _causes(case: Case, ours: Parallel, profile: Profile) -> list[Row]:
+    """Kinds of tasks by what they add to the error of the prediction by a profile, in a step that is measured operator
+    by operator."""
+    inputs, targets = case.loaded.inputs, case.loaded.targets
+    lowered = case.lowered(profile)
+    from flexsearch.runtime.timeline import record
+
+    timeline = record(ours, lambda: ours.step(inputs, targets))
+    predicted, measured, difference = Counter[str](), Counter[str](), Counter[str]()
+    kinds = {op.name: op.kind for op in case.graph.operators}
+    for row in compare(lowered, simulate(lowered), timeline):
+        name = f"{row.kind} {kinds.get(row.name, row.name)}"
+        predicted[name] += row.tasks * row.predicted_s  # type: ignore[assignment]
+        measured[name] += row.tasks * row.measured_s  # type: ignore[assignment]
+        difference[name] += row.difference_s  # type: ignore[assignment]
+    worst = sorted(difference, key=lambda name: -abs(difference[name]))[:CAUSES]
+    return [
+        {"table": "causes", "model": case.name, "precision": case.precision, "tasks": name,
+         "predicted_s": predicted[name], "measured_s": measured[name], "difference_s": difference[name]}
+        for name in worst
+    ]  # fmt: skip
+
+
+def run(options: Namespace) -> list[Row]:
+    """All rows; a case that fails has one with the error, and the others go on."""
+    topology = Topology.load(options.topology).subset([0])
+    rows: list[Row] = []
+    profile = Profile.load(options.profile) if options.profile and options.profile.exists() else None
+    for name in options.models:
+        for precision in MODELS[name].precisions:
+            say(f"{name}, {precision}")
+            try:
+                case = Case(name, precision, topology)
+                began = time.perf_counter()
+                profile = profile_graph(
+                    case.graph, device="cuda", max_parts=options.parts, known=profile,
+                    budget_s=options.budget, precision=precision,
+                )
+                profiling_s = time.perf_counter() - began
+                rows += row_of(case, profile, profiling_s, options.causes)
+            except (FlexsearchError, RuntimeError) as error:
+                say(f"failed: {error}")
+                rows.append({"table": "steps", "model": name, "precision": precision, "error": str(error)[-300:]})
+            if profile is not None and options.profile:
+                profile.save(options.profile)
+            del case
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if nothing failed, 2 without a GPU."""
+    made_parser = parser(__doc__)
+    made_parser.add_argument("--models", help=f"comma-separated, of: {', '.join(MODELS)}")
+    made_parser.add_argument("--topology", default="hgx-h100", help="whose first device is the GPU at hand")
+    made_parser.add_argument("--profile", type=Path, help="keep the profile here, and reuse it")
+    made_parser.add_argument("--budget", type=float, help="seconds of profiling each case; default: no limit")
+    made_parser.add_argument("--parts", type=int, default=1, help="profile splits into up to so many parts")
+    made_parser.add_argument("--causes", action="store_true")
+    options = made_parser.parse_args(arguments)
+    options.models = options.models.split(",") if options.models else list(QUICK if options.quick else MODELS)
+    if unknown := set(options.models) - set(MODELS):
+        made_parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(MODELS)}")
+    if not torch.cuda.is_available():
+        made_parser.error("this machine has no CUDA device")
+    rows = run(options)
+    report_tables(rows, {"steps": "Steps on one GPU", "causes": "Where predictions miss"}, options.json)
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
