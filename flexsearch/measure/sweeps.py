@@ -194,7 +194,8 @@ class Run:
         self.case, self.bench, self.samples = case, bench, samples
         self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext(device=bench.device))
         if case.precise:
-            self._kernel = in_types(self._kernel, [dtype_of(tensor.dtype) for tensor in case.costed.outputs])
+            given, types = ([dtype_of(t.dtype) for t in x] for x in (case.costed.inputs, case.costed.outputs))
+            self._kernel = in_types(self._kernel, given, types)
         self._cuts = [_cut(held, read) for held, read in zip(case.held, case.piece.inputs, strict=True)]
         self._inputs = [self._input(i, box) for i, box in enumerate(case.held)]
         self._operands: list[Tensor | None] = []

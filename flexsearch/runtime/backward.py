@@ -1,4 +1,4 @@
-"""One call of autograd's engine.
+"""Calls of autograd's engine.
 
 ``torch.autograd.grad`` checks its arguments in Python, which takes about 15 us a call; a step of a small model that is
 split makes a hundred calls, always of the same tensors. The engine behind it is private to PyTorch, and called in this
@@ -30,3 +30,12 @@ def gradients_of(
         tuple(outputs), tuple(gradients), keep, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
     return made
+
+
+def accumulate(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Add gradients to those of all leaves that ``outputs`` depend on. Takes less than ``gradients_of``, which first
+    looks through the graph for what leads to each that is wanted."""
+    if _ENGINE is None:
+        torch.autograd.backward(outputs, gradients)
+    else:
+        _ENGINE(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from flexsearch.runtime.backward import accumulate
 from flexsearch.runtime.instructions import Slot
 
 HANDED_OVER_BYTES = 1 << 14
@@ -44,7 +45,7 @@ def accumulated(
         if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
             leaf.data = total  # without memory of its own: autograd wants one laid out alike
         leaf.grad = total
-    torch.autograd.backward(outputs, gradients)
+    accumulate(outputs, gradients)
     made: list[Tensor | None] = []
     for leaf, total in zip(leaves, sums, strict=True):
         made.append(leaf.grad if total is None else None)

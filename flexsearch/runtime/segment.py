@@ -248,6 +248,8 @@ class SegmentRunner:
         layered = keep and self.layers is not None
         takes = [slot in instruction.takes and (layered or not keep) for slot in seeds]
         sums = tuple(slot for slot, in_place in places if in_place)
+        # All leaves are stored weights, and all their gradients are wanted.
+        alone = part == "all" and leaves == tuple(range(len(self.tracked))) and self.stored.issuperset(self.tracked)
 
         def run() -> None:
             passed, entered = values[saved], list[weakref.ref[torch.UntypedStorage]]()
@@ -266,7 +268,7 @@ class SegmentRunner:
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
                 made: Sequence[Tensor | None]
-                if part == "all" and any(values[slot] is not None for slot in sums):
+                if alone or (part == "all" and any(values[slot] is not None for slot in sums)):
                     made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
                     made = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)
@@ -364,6 +366,7 @@ def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext
         whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
         kernel = build_kernel(whole, piece, shapes, context)
         if isinstance(lowered.graph, PreciseGraph):
-            kernel = in_types(kernel, [dtype_of(lowered.graph.tensor[name].dtype) for name in op.outputs])
+            given, types = ([dtype_of(lowered.graph.tensor[n].dtype) for n in names] for names in (op.inputs, op.outputs))
+            kernel = in_types(kernel, given, types)
         kernels.append(kernel)
     return kernels[0] if len(kernels) == 1 else _summed(kernels)

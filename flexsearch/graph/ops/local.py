@@ -47,19 +47,32 @@ def numbers(op: Operator, name: str, count: int, default: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-def in_types(kernel: Callable[..., Any], types: Sequence[torch.dtype]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def in_types(
+    kernel: Callable[..., Any], given: Sequence[torch.dtype], types: Sequence[torch.dtype]
+) -> Callable[..., Any]:
     """A kernel of mixed precision: it computes in the type of its first real result, and writes all in these
-    ``types``."""
+    ``types``. ``given``: those of its operands."""
     computed = next((dtype for dtype in types if dtype.is_floating_point), None)
+    casts = [k for k, dtype in enumerate(given) if computed is not None and dtype.is_floating_point]
+    casts = [k for k in casts if given[k] != computed]
+    written: bool | None = None
 
-    def run(*operands: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        cast = [
-            x.to(computed) if x is not None and x.is_floating_point() and computed is not None else x for x in operands
-        ]
-        made = kernel(*cast)
-        return tuple(
-            x.to(dtype) for x, dtype in zip(made if isinstance(made, tuple) else (made,), types, strict=True)
-        )
+    def run(*operands: torch.Tensor | None) -> Any:
+        nonlocal written
+        if casts:
+            read = list(operands)
+            for k in casts:
+                if (x := read[k]) is not None:
+                    read[k] = x.to(computed)
+            made = kernel(*read)
+        else:
+            made = kernel(*operands)
+        if written:
+            return made
+        results = made if isinstance(made, tuple) else (made,)
+        if written is None:  # what a kernel makes of the same types is always of the same types
+            written = all(x.dtype == dtype for x, dtype in zip(results, types, strict=True))
+        return tuple(x.to(dtype) for x, dtype in zip(results, types, strict=True))
 
     return run
 
