@@ -13,6 +13,7 @@ PyTorch's allocator held at most in our step, against ``predicted_peak_bytes``. 
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -160,6 +161,7 @@ def row_of(case: Case, profile: Profile, profiling_s: float, causes: bool) -> li
 
 def _peak(step: Callable[[], object]) -> int:
     """Bytes that the step had at most, with all that is there before it but what is not its own."""
+    gc.collect()  # models hold themselves in circles
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -199,6 +201,7 @@ def run(options: Namespace) -> list[Row]:
     for name in options.models:
         for precision in MODELS[name].precisions:
             say(f"{name}, {precision}")
+            case: Case | None = None
             try:
                 case = Case(name, precision, topology)
                 began = time.perf_counter()
@@ -213,7 +216,8 @@ def run(options: Namespace) -> list[Row]:
                 rows.append({"table": "steps", "model": name, "precision": precision, "error": str(error)[-300:]})
             if profile is not None and options.profile:
                 profile.save(options.profile)
-            del case
+            case = None
+            gc.collect()
             torch.cuda.empty_cache()
     return rows
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from flexsearch.topology import Communication, Topology
+from flexsearch.topology import Topology
 
 START_S = 120.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
@@ -117,7 +117,7 @@ def on_gpus(topology: Topology) -> Topology:
     """The same of GPUs over NCCL."""
     fields = {name: getattr(topology, name) for name in Topology.model_fields}
     devices = tuple(device.model_copy(update={"kind": "cuda"}) for device in topology.devices)
-    communication = Communication(backend="nccl")
+    communication = topology.communication.model_copy(update={"backend": "nccl"})
     return Topology(**(fields | {"devices": devices, "communication": communication}))
 
 

@@ -54,8 +54,14 @@ class FixedCosts:
         weights = np.rint(0.5 * backward / TICK) * TICK
         return np.stack((backward - weights, weights))
 
-    def launches(self, operator: int) -> tuple[int, int, int]:
-        return 1, 1, 0
+    def launches(self, operator: int) -> tuple[float, float, float]:
+        return 1.0, 1.0, 0.0
+
+    def launch_s(self, device: int) -> float:
+        return 0.0
+
+    def update_launches(self, optimizer: str) -> float:
+        return 1.0
 
     def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         return 1e-10, 0.0

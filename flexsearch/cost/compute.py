@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flexsearch.cost.costed import Costed
 from flexsearch.cost.device import DeviceModel, Numbers, Seconds, in_ticks
 from flexsearch.cost.profile import Profile
-from flexsearch.cost.ticks import task_seconds, whole
+from flexsearch.cost.ticks import LAUNCH_PARTS, task_seconds, whole
 from flexsearch.cost.updates import update_seconds
 from flexsearch.errors import ProfileError, TopologyError
 from flexsearch.files import printable
@@ -117,18 +117,26 @@ class Costs:
             found.append(known[key])
         return np.array(found).reshape(-1, 2).T
 
-    def launches(self, operator: int) -> tuple[int, int, int]:
+    def launch_s(self, device: int) -> float:
+        """Seconds that the host of a device takes to launch an operator; 0.0 where it has no queue for that."""
+        return self._models[self._class_of[device]].launch_s
+
+    def launches(self, operator: int) -> tuple[float, float, float]:
         """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of
-        the latter for gradients of parameters alone. Of kinds of devices that start several kernels for one, the most.
-        """
-        kind = self.graph.operators[operator].kind
-        kernels = max(device.launched.kernels.get(kind, 1) for device in self._classes)
-        forward, backward, weights = (count * kernels for count in self._costed[operator].launches)
+        the latter for gradients of parameters alone; in parts of what launching one takes (``LAUNCH_PARTS``). Of kinds
+        of devices, the most."""
+        costed = self._costed[operator]
+        rows = [model.launches(costed, costed.launches) for model in self._models]
+        forward, backward, weights = (_in_parts(max(column)) for column in zip(*rows, strict=True))
         if not self.graph.has_backward[operator]:
-            return forward, 0, 0
+            return forward, 0.0, 0.0
         if (half := self._halves[operator]) is not None:
-            return (0, weights, weights) if half == "weights" else (forward, backward - weights, 0)
+            return (0.0, weights, weights) if half == "weights" else (forward, backward - weights, 0.0)
         return forward, backward, weights
+
+    def update_launches(self, optimizer: str) -> float:
+        """The same for the update of a tensor."""
+        return _in_parts(max(model.update_launches(optimizer) for model in self._models))
 
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
@@ -202,6 +210,11 @@ class Costs:
     def dtype(self, operator: int) -> str:
         """Type in which an operator computes."""
         return self._costed[operator].dtype
+
+
+def _in_parts(launches: float) -> float:
+    """A number of launches in whole parts of one, at least one part if there are any."""
+    return max(1, round(launches * LAUNCH_PARTS)) / LAUNCH_PARTS if launches else 0.0
 
 
 def _check_kernels(devices: Iterable[Device]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from flexsearch.cost.efficiency import task_seconds_of, update_rates
 from flexsearch.cost.filling import Filling, longer_in_halves
 from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile
-from flexsearch.cost.ticks import FOREVER, TICK, task_seconds, whole
+from flexsearch.cost.ticks import FOREVER, LAUNCH_PARTS, TICK, task_seconds, whole
 from flexsearch.cost.updates import STREAMS
 from flexsearch.graph.ops import shipped
 from flexsearch.topology import Device
@@ -29,6 +31,7 @@ class DeviceModel:
     def __init__(self, device: Device, profile: Profile | None) -> None:
         self.profile = profile if profile is not None and profile.device.fits(device) else None
         self.device = device
+        self._queued = device.launch_s > 0.0  # captured steps have no launches, whatever was measured
         if self.profile is not None:
             self.device = self._measured_device(self.profile)
         self._compute, self._task_s = 1.0, 0.0
@@ -64,6 +67,40 @@ class DeviceModel:
                 ratios = (self._filling.ratio(like, kind, *work[back], backward=bool(back)) for back in (0, 1))
                 seconds = tuple(s * ratio for s, ratio in zip(seconds, ratios, strict=True))
         return in_ticks(*(s * self._compute + self._task_s for s in seconds))
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds that the host takes to launch an operator, in whole parts of it; 0.0 where it has no queue for that.
+        """
+        return LAUNCH_PARTS * round(self.device.launch_s / (LAUNCH_PARTS * TICK)) * TICK if self._queued else 0.0
+
+    def launches(self, costed: Costed, counts: tuple[int, int, int]) -> tuple[float, ...]:
+        """Launches of a piece in its forward task, its backward task, and for gradients of parameters alone: by what
+        the host was measured to take for it, for pieces that differ in size, or for the kind; else ``counts`` of
+        kernels."""
+        forward, backward, weights = counts
+        found = [host for key in (costed.signature(costed.op.sizes), costed.family, costed.op.kind)
+                 if (host := self._hosts.get(key)) is not None]  # fmt: skip
+        if not found or not self._queued:
+            kernels = self.device.launched.kernels.get(costed.op.kind, 1)
+            return forward * kernels, backward * kernels, weights * kernels
+        ahead, back = (seconds / self.launch_s for seconds in found[0])
+        return ahead, back if backward else 0.0, back * weights / backward if backward else 0.0
+
+    def update_launches(self, optimizer: str) -> float:
+        """Launches of an update for each tensor."""
+        measured = {} if self.profile is None else self.profile.updates
+        seconds = next((entry.host_s_per_tensor for name, entry in measured.items() if name == optimizer), None)
+        return 1.0 if seconds is None or not self._queued else seconds / self.launch_s
+
+    @cached_property
+    def _hosts(self) -> Mapping[str, tuple[float, float]]:
+        """Seconds of a host to launch forward and backward tasks, medians: by signature, family and kind."""
+        rows: dict[str, list[tuple[float, float]]] = {}
+        for key, entry in ({} if self.profile is None else self.profile.entries).items():
+            for name in (key, key.rpartition(" | ")[0], entry.kind) if entry.host_s is not None else ():
+                rows.setdefault(name, []).append(entry.host_s)
+        return {name: (median(f for f, _ in row), median(b for _, b in row)) for name, row in rows.items()}
 
     def halves(
         self, costed: Costed, extents: Mapping[str, int], inputs: float, backward: float

@@ -48,7 +48,7 @@ class Entry(FileModel):
     """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it.
     ``halves_s``: of a piece with weights, what the backward pass takes in two halves, gradients of the other inputs and
     then, in a call of autograd of its own, those of the weights. ``product``: rows, columns and indices summed away, if
-    it is a matrix product."""
+    it is a matrix product. ``host_s``: of a GPU, what its host takes to launch the forward and the backward task."""
 
     kind: quantities.Name
     dtype: Dtype
@@ -59,6 +59,7 @@ class Entry(FileModel):
     forward: Work
     backward: Work
     product: Annotated[tuple[Count, Count, Count] | None, Strict(False)] = None
+    host_s: Annotated[tuple[Seconds, Seconds] | None, Strict(False)] = None
 
 
 class Figures(FileModel):
@@ -90,10 +91,12 @@ class Figures(FileModel):
 
 
 class UpdateEntry(FileModel):
-    """Measured time of an optimizer's step: s per byte of weights, plus s per tensor."""
+    """Measured time of an optimizer's step: s per byte of weights, plus s per tensor. ``host_s_per_tensor``: of a GPU,
+    what its host takes to launch that."""
 
     s_per_byte: SecondsPerByte
     s_per_tensor: Seconds
+    host_s_per_tensor: Seconds | None = None
 
 
 SHORT_VECTOR: Final = 4 << 20

@@ -12,6 +12,8 @@ from flexsearch.compiled import lean
 
 TICK: Final = 2.0**-40
 """Seconds."""
+LAUNCH_PARTS: Final = 16
+"""Launches are counted in such parts of one: by what a host takes, a view is much less than a product."""
 FOREVER: Final = 2**61
 """Ticks (24 days): what takes longer counts as so long, and a plan that takes so long is not simulated to its end. Sums
 of a few such durations are below 2^63."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost import Costs
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
@@ -178,11 +178,13 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
     )  # fmt: skip
 
 
-def _launches(costs: Costs, kind: int, operator: int, blocks: Collection[tuple[int, int]]) -> int:
-    """Of each computation of a block, one of ``blocks`` (kind and argument). An update takes one for each tensor:
-    PyTorch's optimizers have kernels for many tensors at once, but list them one by one."""
+def _launches(
+    costs: Costs, optimizer: str, kind: int, operator: int, blocks: Collection[tuple[int, int]]
+) -> float:  # fmt: skip
+    """Of each computation of a block, one of ``blocks`` (kind and argument); of an update, for each tensor: PyTorch's
+    optimizers have kernels for many tensors at once, but list them one by one."""
     if kind == UPDATE:
-        return 1
+        return costs.update_launches(optimizer)
     if kind not in (FORWARD, BACKWARD, RECOMPUTE, WEIGHT_GRADIENT):
         return 0
     forward, backward, weights = costs.launches(operator)
@@ -193,7 +195,9 @@ def _launches(costs: Costs, kind: int, operator: int, blocks: Collection[tuple[i
     return forward
 
 
-def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: int) -> BlockTable:
+def make_block_table(
+    lowering: Pieces, blocks: Blocks, stages: Stages, devices: int, optimizer: str
+) -> BlockTable:  # fmt: skip
     """The blocks of a graph as arrays."""
     graph = lowering.graph
     operands, slot, count = _slots(graph)
@@ -239,12 +243,14 @@ def make_block_table(lowering: Pieces, blocks: Blocks, stages: Stages, devices: 
         found = {number: sync[n] for n, number in enumerate(of)}
         return numbers(found[number] for number in range(len(blocks.buckets)))
 
-    launch = np.array([round(device.launch_s / TICK) for device in lowering.topology.devices], np.int64)
+    costs, by_device = lowering.costs, lowering.topology.devices
+    launch = np.array([round(costs.launch_s(d) / (LAUNCH_PARTS * TICK)) for d in range(devices)], np.int64)
     return BlockTable(
-        launch=launch, issue=launch * np.array([d.launched.communication for d in lowering.topology.devices], np.int64),
+        launch=launch, issue=LAUNCH_PARTS * launch * np.array([d.launched.communication for d in by_device], np.int64),
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
         launches=numbers(
-            _launches(lowering.costs, k, a, place) for k, a in zip(blocks.kind, blocks.argument, strict=True)
+            round(LAUNCH_PARTS * _launches(costs, optimizer, k, a, place))
+            for k, a in zip(blocks.kind, blocks.argument, strict=True)
         ),
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,
         stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),

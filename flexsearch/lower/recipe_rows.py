@@ -25,7 +25,7 @@ import numpy as np
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.exchanges import independent, price, work_seconds
 from flexsearch.cost.tally import turn_of
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
 from flexsearch.graph import volume
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
@@ -128,7 +128,7 @@ class _Writer:
         self.pricing = Pricing(lowering.network, lowering.costs.profile)
         self.decisive = lowering.network.decisive
         blocks = lowered.rows.blocks
-        self.launch, self.issue = blocks.launch.tolist(), blocks.issue.tolist()
+        self.launch, self.issue = (LAUNCH_PARTS * blocks.launch).tolist(), blocks.issue.tolist()
 
     def together(self, number: int, group: RecipeGroup, exchanges: Sequence[Exchange], exact: bool) -> _Draft:
         """The block of a recipe in which replicas go together, for what they exchange in a step. ``exact``: it is one
@@ -290,7 +290,8 @@ def _added(rows: Rows, early: Sequence[_Draft], late: Sequence[_Draft]) -> Rows:
     blocks, count = rows.blocks, len(drafts)
     blocks = blocks._replace(
         kind=_longer(blocks.kind, [RECIPE] * count), argument=_longer(blocks.argument, [d.group for d in drafts]),
-        launches=_longer(blocks.launches, [1] * count), stage=_longer(blocks.stage, [int(blocks.stage[-1])] * count),
+        launches=_longer(blocks.launches, [LAUNCH_PARTS] * count),
+        stage=_longer(blocks.stage, [int(blocks.stage[-1])] * count),
         sent_first=_longer(blocks.sent_first, [0] * count), sent_last=_longer(blocks.sent_last, [0] * count),
     )  # fmt: skip
     told = {

@@ -56,6 +56,8 @@ class Bench:
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.clock = clock_of(self.device)
+        self.queued = self.device.type == "cuda"
+        """Whether the device computes what its host launches ahead."""
         self._blocks: dict[torch.dtype, Tensor] = {}
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
@@ -80,7 +82,7 @@ class Bench:
                     break
                 self.sweep(runs)
             self._measure_halves(runs, repeats, deadline)
-            entries |= {key: sample.entry() for key, sample in samples.items()}
+            entries |= {key: sample.entry(self.queued) for key, sample in samples.items()}
         return entries
 
     def _measure_halves(self, runs: Sequence[Run], repeats: int, deadline: float | None) -> None:
@@ -154,12 +156,13 @@ def _named(case: Case) -> Iterator[None]:
 
 class Samples:
     """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep; ``halves``:
-    of the two halves of backward passes."""
+    of the two halves of backward passes; ``hosts``: that the host took for forward and backward."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.times: list[tuple[float, float]] = []
         self.halves: list[tuple[float, float]] = []
+        self.hosts: list[tuple[float, float]] = []
 
     @property
     def spent(self) -> float:
@@ -169,10 +172,10 @@ class Samples:
     def forget_first(self) -> None:
         """Drop the first sweep: it set things up, and was the first to touch its memory. Slow ones are kept."""
         if self.spent < FIRST_S:
-            self.times = []
+            self.times, self.hosts = [], []
 
-    def entry(self) -> Entry:
-        """Medians of what was measured."""
+    def entry(self, queued: bool) -> Entry:
+        """Medians of what was measured. ``queued``: the device computes what its host launches."""
         costed = self.case.costed
         return Entry(
             kind=costed.op.kind,
@@ -184,6 +187,7 @@ class Samples:
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
             product=costed.product_sizes(self.case.extents),
+            host_s=(median(f for f, _ in self.hosts), median(b for _, b in self.hosts)) if queued else None,
         )
 
 
@@ -210,6 +214,9 @@ class Run:
         self._left: Any = None
         self._halves: list[tuple[Any, Any]] = []
         """Marks at the begin and the end of each half of a backward pass."""
+        self._host = 0.0, 0.0
+        """Seconds that the host took for the forward and the backward task of the sweep at hand."""
+        self._resumed = 0.0
 
     def prepare(self) -> None:
         """Write the activations that the piece reads, as the operator before it would have done."""
@@ -222,10 +229,12 @@ class Run:
 
     def forward(self) -> None:
         """The forward task."""
+        began = time.perf_counter()
         if self._saved is None:
             result, self._saved = self._watched()
         else:
             result = self._compute()
+        self._host = time.perf_counter() - began, 0.0
         self._outputs = result if isinstance(result, tuple) else (result,)
 
     def release(self) -> None:
@@ -285,6 +294,7 @@ class Run:
         else:
             forward_s, backward_s = self.bench.clock.between(start, end), self._between(self._entered, self._left)
             self.samples.times.append((forward_s, backward_s))
+            self.samples.hosts.append(self._host)
         self._gradients, self._halves = [], []
 
     def _between(self, start: Any, end: Any) -> float:
@@ -295,10 +305,14 @@ class Run:
         """Autograd is about to take the gradient of a result."""
         if self._entered is None:
             self._entered = self.bench.clock.mark()
+            self._resumed = time.perf_counter()
 
     def _leave(self, _: Tensor) -> None:
         """Autograd has computed the gradient of an operand."""
+        now = time.perf_counter()
+        self._host = self._host[0], self._host[1] + now - self._resumed
         self._left = self.bench.clock.mark()
+        self._resumed = time.perf_counter()  # what marks take is not the operator's
 
     def _compute(self) -> Any:
         """The results of the operator."""

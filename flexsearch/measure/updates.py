@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from math import prod
 from statistics import median
@@ -42,10 +43,14 @@ def measure_updates(
     for name, make in OPTIMIZERS.items():
         if switch is not None:
             switch(f"{UPDATE}{name}")
-        small, large = (_update_s(make, bench, sizes, min(written, CACHE_BYTES), repeats) for sizes in (few, many))
+        measured = [_update_s(make, bench, sizes, min(written, CACHE_BYTES), repeats) for sizes in (few, many)]
+        (small, _), (large, host_s) = measured
         per_tensor = max(0.0, (large - small) / max(1, len(many) - len(few)))
         per_byte = max(0.0, small - len(few) * per_tensor) / nbytes
-        entries[name] = UpdateEntry(s_per_byte=per_byte, s_per_tensor=per_tensor)
+        host_s_per_tensor = host_s / len(many) if bench.queued else None
+        entries[name] = UpdateEntry(
+            s_per_byte=per_byte, s_per_tensor=per_tensor, host_s_per_tensor=host_s_per_tensor
+        )
     return entries
 
 
@@ -70,21 +75,23 @@ def _weight_sizes(graph: OperatorGraph) -> list[int]:
 def _update_s(
     make: Callable[[list[Tensor]], torch.optim.Optimizer], bench: Bench, sizes: Sequence[int], touched: int,
     repeats: int,
-) -> float:  # fmt: skip
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of an update of float32 weights of these sizes, with clearing the gradients, where the step has
-    ``touched`` so many bytes since the last one."""
+    ``touched`` so many bytes since the last one: on the device, and what its host takes."""
     weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in sizes]
     activations = torch.zeros(max(1, touched // 4), device=bench.device)
     optimizer = make(weights)
-    times = []
+    times, hosts = [], [0.0]
     for _ in range(repeats + 1):
+        bench.clock.hold(2 * max(hosts))
         activations.add_(1.0)
         for weight in reversed(weights):
             weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
-        start = bench.clock.mark()
+        start, began = bench.clock.mark(), time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
+        hosts.append(time.perf_counter() - began)
         end = bench.clock.mark()
         bench.clock.wait()
         times.append(bench.clock.between(start, end))
-    return median(times[1:])  # the first makes the state
+    return median(times[1:]), median(hosts[2:])  # the first makes the state

@@ -97,7 +97,7 @@ def lower_bound(
     least = _least(graph, costs, kinds, count, microbatches, split_backward)
     columns = {
         "work": _work(graph, topology, costs, options, least, kinds),
-        "launches": _launches(graph, topology, costs, microbatches),
+        "launches": _launches(graph, topology, costs, options, microbatches),
         "links": _loss_everywhere(topology, costs.profile),
     }
     if microbatches is not None:
@@ -369,14 +369,17 @@ def _shared(seconds: npt.NDArray[np.float64], members: npt.NDArray[np.int64], us
     return best
 
 
-def _launches(graph: OperatorGraph, topology: Topology, costs: Costs, microbatches: int | None) -> Column:
+def _launches(
+    graph: OperatorGraph, topology: Topology, costs: Costs, options: Options, microbatches: int | None
+) -> Column:  # fmt: skip
     """All launches over the hosts that launch fastest, by number of devices."""
-    launch = np.sort([round(device.launch_s / TICK) * TICK for device in topology.devices])
+    launch = np.sort([costs.launch_s(d) for d in range(len(topology.devices))])
     if launch[0] == 0.0:
         return np.zeros(len(launch))
-    updates = sum(tensor.name in graph.differentiable for tensor in graph.of_kind("parameter"))
+    tensors = sum(tensor.name in graph.differentiable for tensor in graph.of_kind("parameter"))
     each = sum(sum(costs.launches(i)[:2]) for i in range(len(graph.operators)))
-    seconds: Column = ((microbatches or 1) * each + updates) / np.cumsum(1.0 / launch)
+    once = costs.update_launches(options.optimizer) * tensors
+    seconds: Column = ((microbatches or 1) * each + once) / np.cumsum(1.0 / launch)
     return seconds
 
 

@@ -108,7 +108,7 @@ class _Builder:
         count = [sum(self.costs.launches(i)[:2]) for i in range(self.shape[0])]
         for tensor in self.graph.of_kind("parameter"):
             if len(readers := self.graph.consumers[tensor.name]) == 1 and tensor.name in self.graph.differentiable:
-                count[readers[0][0]] += 1
+                count[readers[0][0]] += self.samples.updates
         return {
             "launch_issue": self.samples.issue, "launch_share": at_once / launch if hosted else np.zeros(self.count),
             "least_launch": np.array(count, np.float64) * at_once,

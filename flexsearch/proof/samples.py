@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import F64
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
 from flexsearch.lower import Lowering
 from flexsearch.lower.arrays import NOTHING
 from flexsearch.lower.bucket import bucket_of
@@ -62,9 +62,11 @@ class Samples:
         self.rows.set(dict(enumerate(first)))
         self.count, self.resources = len(lowering.topology.devices), len(lowering.topology.resources)
         costs = lowering.costs
-        self.launch = self.rows.table.launch * TICK
+        self.launch = LAUNCH_PARTS * self.rows.table.launch * TICK
         self.issue = self.rows.table.issue * TICK
         """Seconds of one launch, and of handing over a communication, by device."""
+        self.updates = costs.update_launches(options.optimizer)
+        """Launches of the update of a tensor."""
         self.rates = [costs.update_rates(d, options.optimizer, options.precision) for d in range(self.count)]
 
     def take(self, configs: Mapping[int, OperatorConfig]) -> None:
@@ -178,7 +180,7 @@ class Samples:
         pools, plan, count = self.rows.templates.pools, int(self.rows.state.plan[weight]), np.zeros(self.count)
         if pools.plan_sync[plan]:
             np.add.at(count, pools.store_device[int(pools.store_first[plan]) : int(pools.store_last[plan])], 1.0)
-        return count * self.launch
+        return count * self.launch * self.updates
 
     def synchronised(self, weight: int) -> list[Sync]:
         """How a weight is synchronised."""

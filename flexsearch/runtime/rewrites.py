@@ -12,7 +12,6 @@ from typing import Any, Final
 from flexsearch.graph import Box
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops.batch_norm import batch_norm_at_once
-from flexsearch.graph.precision import PreciseGraph
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Call, Segment
 
@@ -27,8 +26,7 @@ CUTS: Final = "slices_at_once"
 
 def rewrite(lowered: Lowered, device: int, segment: Segment) -> None:
     """Apply all rewrites to the calls of a segment."""
-    if not isinstance(lowered.graph, PreciseGraph):
-        _join_batch_norms(lowered, device, segment)
+    _join_batch_norms(lowered, device, segment)
     _join_slices(segment)
 
 

@@ -366,7 +366,8 @@ def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext
         whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
         kernel = build_kernel(whole, piece, shapes, context)
         if isinstance(lowered.graph, PreciseGraph):
-            given, types = ([dtype_of(lowered.graph.tensor[n].dtype) for n in names] for names in (op.inputs, op.outputs))
+            tensor = lowered.graph.tensor
+            given, types = ([dtype_of(tensor[name].dtype) for name in names] for names in (op.inputs, op.outputs))
             kernel = in_types(kernel, given, types)
         kernels.append(kernel)
     return kernels[0] if len(kernels) == 1 else _summed(kernels)

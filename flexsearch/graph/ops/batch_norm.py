@@ -295,8 +295,9 @@ def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel])
 
     def run(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
         single = all(t.dtype == torch.float32 for t in (x, *affine))
-        if single and (x.is_cuda or channels_last(x)):
-            weight, bias = (*affine, None, None)[:2]
+        half = x.is_cuda and all(t.dtype in (torch.bfloat16, torch.float16) for t in (x, *affine))
+        if half or (single and (x.is_cuda or channels_last(x))):
+            weight, bias = (*(t.float() for t in affine), None, None)[:2]
             both, out = AtOnce.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
             return both[None] if grouped else both, out
         made = statistics(x)

@@ -238,7 +238,8 @@ class Estimates:
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
         tail = float((exposed + update - earlier).max())
         # Hosts launch ahead and wait for nothing, so that the longer of the two counts.
-        launching = _by_rank(ranks, layout.microbatches * parts.host + parts.tensors * parts.launch_s)
+        updates = self.works.costs.update_launches(options.optimizer)
+        launching = _by_rank(ranks, layout.microbatches * parts.host + updates * parts.tensors * parts.launch_s)
         seconds = max(lead + running + max(tail, 0.0), float(launching.max()))
         return Estimate(seconds, self._used(layout, options, parts, ranks, weights, copies))
 

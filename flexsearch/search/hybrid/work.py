@@ -108,7 +108,7 @@ class Works:
 
     def launch_s(self, kind: int) -> float:
         """Seconds that the host of such a device takes to launch an operator."""
-        return self.topology.devices[self.kinds[kind]].launch_s
+        return self.costs.launch_s(self.kinds[kind])
 
     def work(self, tensor: int, samples: int, recompute: Recompute, kind: int) -> Work:
         """Of a microbatch of so many samples on a kind of device."""
