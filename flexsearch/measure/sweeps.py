@@ -30,6 +30,7 @@ from flexsearch.cost.profile import Entry
 from flexsearch.errors import FlexsearchError, ProfileError
 from flexsearch.graph.notation import Box
 from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
+from flexsearch.graph.ops.batch_norm import normalising
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import in_types, preferred
 from flexsearch.measure.cases import Case
@@ -44,8 +45,10 @@ HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
 AHEAD = 32
 """A device is held back for so many tasks at a time, whose launches fit into its queue of about a thousand."""
-HOLD_S = 5e-4
-"""For each of them: more than the host takes to make its operands and launch it."""
+HELD_FOR = 3.0
+"""Times as long as launching them has taken at the least."""
+HOST_S = 1e-3
+"""More than a host takes to make the operands of a task and launch it."""
 BLOCK = 1 << 14
 """Operands hold so many random numbers again and again: to write them, little else is read into the caches."""
 
@@ -58,6 +61,8 @@ class Bench:
         self.clock = clock_of(self.device)
         self.queued = self.device.type == "cuda"
         """Whether the device computes what its host launches ahead."""
+        self._host_s = HOST_S
+        """The least mean time of launching a task of a few."""
         self._blocks: dict[torch.dtype, Tensor] = {}
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
@@ -119,12 +124,19 @@ class Bench:
             run.finish(start, end)
 
     def _ahead(self, runs: Sequence[Run]) -> Iterator[Run]:
-        """The runs, for each few of which the device is held back for a while, so that their kernels follow each other
-        as fast as the device computes them."""
-        for k, run in enumerate(runs):
-            if k % AHEAD == 0:
-                self.clock.hold(HOLD_S * len(runs[k : k + AHEAD]))
-            yield run
+        """The runs. A device that computes what its host launches is held back for each few of them until they are
+        launched: their kernels then follow each other as fast as it computes them. Before that it does what is left,
+        so that the host never waits for room in its queue."""
+        if not self.queued:
+            yield from runs
+            return
+        for first in range(0, len(runs), AHEAD):
+            few = runs[first : first + AHEAD]
+            self.clock.wait()
+            self.clock.hold(HELD_FOR * self._host_s * len(few))
+            began = time.perf_counter()
+            yield from few
+            self._host_s = min(time.perf_counter() - began, self._host_s * len(few)) / len(few)
 
     def fill(self, tensor: Tensor) -> Tensor:
         """Write random numbers to a new tensor, dense in memory. They lie in [0, 1): every operator has a value and a
@@ -196,7 +208,8 @@ class Run:
 
     def __init__(self, case: Case, bench: Bench, samples: Samples) -> None:
         self.case, self.bench, self.samples = case, bench, samples
-        self._kernel = build_kernel(case.costed.op, case.piece, case.shapes, KernelContext(device=bench.device))
+        op, context = case.costed.op, KernelContext(device=bench.device)
+        self._kernel = normalising(op, case.extents, build_kernel(op, case.piece, case.shapes, context))
         if case.precise:
             given, types = ([dtype_of(t.dtype) for t in x] for x in (case.costed.inputs, case.costed.outputs))
             self._kernel = in_types(self._kernel, given, types)

@@ -31,7 +31,8 @@ def rewrite(lowered: Lowered, device: int, segment: Segment) -> None:
 
 
 def _join_batch_norms(lowered: Lowered, device: int, segment: Segment) -> None:
-    """``batch_statistics``, ``batch_norm`` -> ``batch_norm_at_once``, where a device has the whole batch (or group).
+    """``batch_statistics``, ``batch_norm`` -> ``batch_norm_at_once``, where a device has the whole batch (or group);
+    with ``batch_norm_running``, where that reads the statistics there.
 
     Its statistics have no gradient, so nobody else may read them but the running ones, which pass none on."""
     operators = lowered.graph.operators
@@ -44,12 +45,25 @@ def _join_batch_norms(lowered: Lowered, device: int, segment: Segment) -> None:
             continue
         if _has_all(lowered, device, statistics, norms[0]):
             x, _, *affine = norms[0].arguments
+            running = _running(segment, own)
+            others = [norms[0], *running]
             joined = Call(
-                statistics.operators + norms[0].operators, "batch_norm_at_once", (x, *affine),
-                statistics.results + norms[0].results, {},
+                tuple(o for call in (statistics, *others) for o in call.operators), "batch_norm_at_once",
+                (x, *affine, *(a for call in running for a in call.arguments[1:])),
+                tuple(r for call in (statistics, *others) for r in call.results), {},
             )  # fmt: skip
             segment.calls[segment.calls.index(statistics)] = joined
-            segment.calls.remove(norms[0])
+            for call in others:
+                segment.calls.remove(call)
+
+
+def _running(segment: Segment, statistics: int) -> list[Call]:
+    """The call that alone reads these statistics, a result of the segment, for running ones, in a list; empty if they
+    are read elsewhere, or are those of several groups, of which only the first counts."""
+    readers = [c for c in segment.calls if c.kind == "batch_norm_running" and ~statistics in c.arguments]
+    outside = any(result == statistics for result, _ in segment.exports)
+    good = not outside and all(not c.parts and all(a is not None and a >= 0 for a in c.arguments[1:]) for c in readers)
+    return readers if good else []
 
 
 def _has_all(lowered: Lowered, device: int, statistics: Call, norm: Call) -> bool:

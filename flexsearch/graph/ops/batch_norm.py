@@ -3,7 +3,7 @@ statistics in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -286,21 +286,47 @@ def by_running(b: Builder, x: Value, channels: Sequence[Value], attributes: dict
 
 def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel]) -> Kernel:
     """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` (``operators``) on a device
-    that has all that they need. ``kernels``: theirs, which are faster where channels do not come last."""
+    that has all that they need; with ``batch_norm_running`` behind them (x, weight, bias, mean, variance) -> (None,
+    output, new mean, new variance). ``kernels``: theirs, which are faster where channels do not come last."""
     from flexsearch.graph.ops.norm_functions import BatchNorm as AtOnce
     from flexsearch.graph.ops.norm_functions import channels_last
 
-    op, (statistics, normalise) = operators[1], kernels
+    op, (statistics, normalise, *running) = operators[1], kernels
     eps, grouped = float(str(op.attributes["eps"])), _grouped(op)
+    momentum = float(str(operators[2].attributes["momentum"])) if running else 0.0
 
-    def run(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
-        single = all(t.dtype == torch.float32 for t in (x, *affine))
+    def run(x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        affine, buffers = (others[:-2], others[-2:]) if running else (others, ())
+        single = all(t.dtype == torch.float32 for t in (x, *others))
         half = x.is_cuda and all(t.dtype in (torch.bfloat16, torch.float16) for t in (x, *affine))
         if half or (single and (x.is_cuda or channels_last(x))):
             weight, bias = (*(t.float() for t in affine), None, None)[:2]
-            both, out = AtOnce.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
-            return both[None] if grouped else both, out
+            # Autograd marks what a function returns as its own; buffers have no place there.
+            new = [buffer.detach().clone() for buffer in buffers]
+            both, out = AtOnce.apply(x, weight, bias, eps, momentum, *new)  # type: ignore[no-untyped-call]
+            return (None, out, *new) if running else (both[None] if grouped else both, out)
         made = statistics(x)
-        return made, normalise(x, made, *affine)
+        out = normalise(x, made, *affine)
+        return (None, out, *running[0](made, *buffers)) if running else (made, out)
 
     return run
+
+
+def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Kernel:
+    """What is left for a device to do for a piece of an operator: of batch normalisation by all samples, it takes the
+    statistics with the normalisation (:func:`batch_norm_at_once`). ``kernel``: the piece's own."""
+    others = {axis: size for axis, size in op.sizes.items() if axis not in ("c", "g")}
+    if any(extents[axis] != size for axis, size in others.items()) or extents.get("g", 1) > 1:
+        return kernel
+    if op.kind == "batch_statistics":
+        return lambda x: x.new_zeros((*([1] * ("g" in op.sizes)), 2, x.shape[1]), dtype=torch.float64)
+    if op.kind != "batch_norm":
+        return kernel
+    from flexsearch.graph.ops.norm_functions import Statistics
+
+    def statistics(x: Tensor) -> Tensor:
+        both: Tensor = Statistics.apply(x, x.numel() // x.shape[1])  # type: ignore[no-untyped-call]
+        return both[None] if _grouped(op) else both
+
+    joined = batch_norm_at_once([op, op], [statistics, kernel])
+    return lambda x, _, *affine: joined(x, *affine)[1]

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CUDNN_EPSILON, CUDNN_SAMPLES = 1e-5, 65535
+"""The least epsilon, and the most samples, that cuDNN takes."""
+
 
 def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``x * scale + shift`` per channel, float64 (c,) each: one fused pass, which addcmul with broadcasting is not."""
@@ -114,26 +117,53 @@ class Normalise(torch.autograd.Function):
 
 
 class BatchNorm(torch.autograd.Function):
-    """Statistics and normalisation in one, where a device has the whole batch (or group) of its channels: aten's own,
-    which reads x less often. The statistics have no gradient; only running ones may read them."""
+    """Statistics and normalisation in one, where a device has the whole batch (or group) of its channels, by the
+    library that PyTorch's own layer takes, which reads x less often. ``running``: mean and variance, which are updated
+    in place; without them the first result is the statistics. These have no gradient; only running ones may read
+    them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, momentum: float, *running: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
         x = _settled(x, x)
-        out, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        wide = mean.double()
-        statistics = torch.stack((wide, invstd.double().pow(-2) - eps + wide * wide))
-        ctx.save_for_backward(x, weight, mean, invstd)
+        mean, var = running or (None, None)
+        ctx.by_cudnn = _suits_cudnn(x, weight, eps)
+        if ctx.by_cudnn:
+            made = torch.ops.aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        else:
+            made = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        out, center, invstd, *reserve = made
+        ctx.save_for_backward(x, weight, center, invstd, *reserve)
         ctx.eps = eps
+        if running:
+            return None, out
+        wide = center.double()
+        statistics = torch.stack((wide, invstd.double().pow(-2) - eps + wide * wide))
         ctx.mark_non_differentiable(statistics)
         return statistics, out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
+    def backward(ctx: Any, _: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, *reserve = ctx.saved_tensors
+        gradient, nothing = _settled(gradient, x), (None,) * (len(ctx.needs_input_grad) - 3)
+        if ctx.by_cudnn:
+            made = torch.ops.aten.cudnn_batch_norm_backward(
+                x, gradient, weight, None, None, mean, invstd, ctx.eps, *reserve
+            )
+            return (*made, *nothing)
         wanted = [ctx.needs_input_grad[0], weight is not None, weight is not None]
-        gx, gw, gb = torch.ops.aten.native_batch_norm_backward(
-            _settled(gradient, x), x, weight, None, None, mean, invstd, True, ctx.eps, wanted
+        made = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, weight, None, None, mean, invstd, True, ctx.eps, wanted
         )
-        return gx, gw, gb, None
+        return (*made, *nothing)
+
+
+def _suits_cudnn(x: Tensor, weight: Tensor | None, eps: float) -> bool:
+    """Whether PyTorch leaves batch normalisation of ``x`` to cuDNN (``_select_batch_norm_backend`` in its
+    Normalization.cpp)."""
+    large = x.shape[0] > CUDNN_SAMPLES
+    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cudnn.is_acceptable(x) and not (
+        weight is None or eps < CUDNN_EPSILON or large or x.dim() < 4
+    )  # fmt: skip
