@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import tests.kernel_cases_along
 import tests.kernel_cases_images
@@ -22,6 +23,7 @@ from flexsearch.errors import ImportModelError
 from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.ops import KernelContext, build_kernel
 from flexsearch.graph.ops.batch_norm import batch_norm_at_once
+from flexsearch.graph.ops.local import in_types
 from flexsearch.graph.ops.random import keep_mask
 from flexsearch.graph.piece import Piece, make_piece, whole_piece
 from tests.kernel_cases import CASES, Case, rand
@@ -224,3 +226,34 @@ def test_batch_norm_in_two_operators_is_that_of_torch(
     for a, b in zip(found, plain, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=tolerance, atol=tolerance * float(b.grad.abs().max()))
+
+
+@pytest.mark.parametrize("how", ["none", "sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_of_many_classes_is_read_in_parts(how: str, dtype: torch.dtype) -> None:
+    """Its kernel keeps the scores alone, and casts those of half precision part by part."""
+    torch.manual_seed(0)
+    x, target = torch.randn(83, 4001).to(dtype), torch.randint(4001, (83,))
+    target[5:9] = -100
+    case = tests.kernel_cases.case(
+        "cross_entropy", "n C, n -> n" if how == "none" else "n C, n -> ", [x, target],
+        lambda x, t: F.cross_entropy(x, t, reduction=how), {"reduction": how, "ignore_index": -100},
+    )  # fmt: skip
+    shapes = [tuple(o.shape) for o in case.operands]
+    piece = whole_piece(case.op, shapes, case.output_shapes)
+    kernel = in_types(build_kernel(case.op, piece, shapes, KernelContext()), [dtype, torch.int64], [torch.float32])
+    if dtype == torch.float64:
+        kernel = build_kernel(case.op, piece, shapes, KernelContext())
+    found, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    divisor = 83 / 79 if how == "mean" else 1.0  # without a count, those that are ignored count, too
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        (y,) = made if isinstance(made := kernel(found, target), tuple) else (made,)
+    expected = F.cross_entropy(plain.float() if dtype == torch.bfloat16 else plain, target, reduction=how) / divisor
+    y.backward(torch.ones_like(y))
+    expected.backward(torch.ones_like(expected))
+    assert sum(t.nbytes for t in kept if t.is_floating_point()) <= x.nbytes + 83 * 8
+    digits = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(y, expected.to(y.dtype), rtol=digits, atol=digits)
+    assert found.grad is not None and plain.grad is not None
+    torch.testing.assert_close(found.grad, plain.grad, rtol=1e-2 if dtype == torch.bfloat16 else digits, atol=1e-7)

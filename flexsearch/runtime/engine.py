@@ -207,7 +207,7 @@ class Engine:
 
         def run() -> None:
             for weight, slot, first in rows:
-                gradient = values[slot]
+                gradient, values[slot] = values[slot], None
                 if gradient is None:  # the loss does not depend on it
                     gradient = torch.zeros_like(weight)
                 elif gradient.dtype != weight.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,7 +29,7 @@ from flexsearch.graph.ops.base import (
 from flexsearch.graph.ops.builder import Builder, broadcast, broadcast_shapes
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.lazy import F, torch
-from flexsearch.graph.ops.local import inputs_count
+from flexsearch.graph.ops.local import extent, inputs_count
 from flexsearch.graph.ops.shape import expand
 from flexsearch.graph.ops.value import Value
 from flexsearch.graph.piece import Piece
@@ -99,7 +100,10 @@ class ClassLoss(OperatorKind):
         raise AssertionError(f"{self.name} is no loss")
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        loss = self.function(op)
+        return self.reducing(op, shapes, self.function(op))
+
+    def reducing(self, op: Operator, shapes: Shapes, loss: Any) -> Kernel:
+        """The kernel with this function."""
         how = "none" if op.attributes.get("reduction") == "none" else "sum"
         mean = op.attributes.get("reduction", "mean") == "mean"
         count = next((i for i, shape in enumerate(shapes) if i > 1 and shape == ()), None)
@@ -138,6 +142,29 @@ class CrossEntropy(ClassLoss):
         return lambda x, t, weight, how: F.cross_entropy(
             x, t, weight, ignore_index=ignored, reduction=how, label_smoothing=smoothing
         )
+
+    def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
+        """Of rows of scores in parts; such a kernel reads scores of any type (:func:`local.in_types`)."""
+        plain = super().kernel(op, piece, shapes, context)
+        special = op.attributes.get("probabilities") or op.attributes.get("label_smoothing")
+        if special or len(shapes[0]) != 2 or any(len(shape) == 1 for shape in shapes[2:]):
+            return plain
+        from flexsearch.graph.ops.loss_functions import LEAST_BYTES, ClassLosses
+
+        if piece.inputs[0] is None or 4 * prod(extent(piece.inputs[0])) < LEAST_BYTES[context.device.type]:
+            return plain
+        ignored = int(str(op.attributes.get("ignore_index", -100)))
+
+        def computing_in(dtype: torch.dtype | None) -> Kernel:
+            def loss(scores: Tensor, classes: Tensor, _: None, how: str) -> Tensor:
+                losses: Tensor = ClassLosses.apply(scores, classes, ignored, dtype or scores.dtype)  # type: ignore
+                return losses if how == "none" else losses.sum()
+
+            return self.reducing(op, shapes, loss)
+
+        kernel: Any = computing_in(None)
+        kernel.in_type = computing_in
+        return kernel  # type: ignore[no-any-return]
 
     def samples(self) -> Iterable[Sample]:
         x, target, weight = rand(5, 4, 3), integers(4, 5, 3), rand(4).abs()

@@ -1,0 +1,62 @@
+"""Losses as functions of autograd. Imported where a kernel is made, because it needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PARTS: Final = 16
+"""Scores are read in so many parts."""
+LEAST_BYTES: Final = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""A part has at least so many, by kind of device: fewer are not worth the calls."""
+
+
+class ClassLosses(torch.autograd.Function):
+    """Cross-entropy of each row of scores (n, C) and a class (n,), computed in ``dtype``; 0 for the class ``ignored``.
+
+    PyTorch's own keeps the logarithms of the probabilities, has their gradient beside them in the backward pass, and
+    casts all scores of half precision: with a large vocabulary these are the largest tensors of a step. Here the scores
+    themselves are kept, and what is made of them is made anew, part by part (as in Hsu et al., Liger Kernel, 2024).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, classes: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(scores, classes)
+        ctx.ignored, ctx.dtype = ignored, dtype
+        losses = scores.new_empty(len(scores), dtype=dtype)
+        for a, b in _parts(scores, dtype):
+            logarithms = torch.log_softmax(scores[a:b], 1, dtype=dtype)
+            losses[a:b] = F.nll_loss(logarithms, classes[a:b], ignore_index=ignored, reduction="none")
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        scores, classes = ctx.saved_tensors
+        made = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        counts = classes != ctx.ignored
+        gradient, there = torch.where(counts, gradient, 0), torch.where(counts, classes, 0)[:, None]
+        for a, b in _parts(scores, ctx.dtype):
+            part = torch.softmax(scores[a:b], 1, dtype=ctx.dtype, **_into(made[a:b], ctx.dtype))
+            part.mul_(gradient[a:b, None]).scatter_add_(1, there[a:b], -gradient[a:b, None])
+            if made.dtype != ctx.dtype:
+                made[a:b] = part
+        return made, None, None, None
+
+
+def _parts(scores: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First rows of parts, and those behind them."""
+    each = max(1, scores.shape[1] * dtype.itemsize)
+    rows = max(-(-len(scores) // PARTS), LEAST_BYTES[scores.device.type] // each, 1)
+    for first in range(0, len(scores), rows):
+        yield first, min(first + rows, len(scores))
+
+
+def _into(result: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Where a result goes, if it has the type of what is computed."""
+    return {"out": result} if result.dtype == dtype else {}
