@@ -53,8 +53,11 @@ class Sources:
 
     def launching(self, kind: int) -> Source:
         """Of the time that a host takes to launch operators."""
-        device, _ = self.costs.basis(kind)
-        return self._source(f"launches on {device.model}", self._kind("devices.overhead_s", learned="task_s"))
+        device, profile = self.costs.basis(kind)
+        name = f"launches on {device.model}"
+        if device.launch_s > 0.0 and profile is not None and profile.figures is not None:
+            return self._source(name, "measured")
+        return self._source(name, self._kind("devices.overhead_s", learned="task_s"))
 
     def launch_s(self, operator: int, kind: int) -> float:
         """What of an estimated time on the device is launching, s; measured times hold it, and nobody can tell how much

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
@@ -44,8 +45,7 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
             else:
                 timeout = timedelta(seconds=timeout_s)
                 dist.init_process_group(topology.communication.backend, timeout=timeout, **rendezvous())
-            if dist.get_backend() == "gloo":
-                atexit.register(_leave)
+            atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
             raise RuntimeFailure(
                 f"the ranks could not be connected: {error}",
@@ -68,8 +68,9 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
 
 def _leave() -> None:
     """Leave the group that ``join`` made before the interpreter ends: gloo's threads may hold tensors, and abort the
-    process when they drop them after that (pytorch/pytorch#179291)."""
-    if dist.is_initialized():
+    process when they drop them after that (pytorch/pytorch#179291); NCCL warns of what it has not freed. Where an error
+    ends this rank, its peers may be gone, and NCCL would wait for them."""
+    if dist.is_initialized() and (dist.get_backend() == "gloo" or not hasattr(sys, "last_value")):
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
