@@ -11,7 +11,7 @@ import torch
 _SLEEP: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
 """A kernel that counts cycles of the device; private to PyTorch. Where a version has none, the times of small kernels
 hold some of what launching them takes."""
-_CYCLES = 1 << 21
+_CYCLES, _TRIES, _STEADY = 1 << 25, 40, 0.005
 
 
 class Clock:
@@ -54,10 +54,21 @@ class CudaClock(Clock):
         if _SLEEP is None:
             return
         if not self._cycles_per_s:
-            marks = self.mark(), _SLEEP(_CYCLES), self.mark()
-            self.wait()
-            self._cycles_per_s = _CYCLES / self.between(marks[0], marks[2])
+            self._cycles_per_s = self._rate(_SLEEP)
         _SLEEP(int(seconds * self._cycles_per_s))
+
+    def _rate(self, sleep: Callable[[int], None]) -> float:
+        """Cycles a second of a device that works: one that has not is slower, and takes a while to speed up."""
+        rate = 0.0
+        for _ in range(_TRIES):
+            before, start = rate, self.mark()
+            sleep(_CYCLES)
+            end = self.mark()
+            self.wait()
+            rate = _CYCLES / self.between(start, end)
+            if before and abs(rate / before - 1.0) < _STEADY:
+                break
+        return rate
 
     def between(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end)) * 1e-3

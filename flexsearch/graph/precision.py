@@ -24,6 +24,8 @@ FLOAT32_KINDS: Final = frozenset({
 })  # fmt: skip
 """Kinds whose results stay float32, as under torch.autocast: losses and statistics of normalisation. Softmax inside a
 model does not: fused kernels write it in half precision (Megatron-LM), although plain autocast does not."""
+FLOAT32_WEIGHTS: Final = frozenset({"batch_norm"})
+"""Kinds whose kernels take float32 weights beside activations of half precision, as under torch.autocast."""
 
 
 class PreciseGraph(OperatorGraph):
@@ -63,7 +65,8 @@ def with_precision(graph: OperatorGraph, precision: Precision) -> OperatorGraph:
 def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
     dtype = {t.name: t.dtype for t in source.tensors}
     for tensor in source.of_kind("parameter", "constant"):
-        if tensor.dtype == "float32":
+        readers = {source.operators[reader].kind for reader, _ in source.consumers[tensor.name]}
+        if tensor.dtype == "float32" and not (readers and readers <= FLOAT32_WEIGHTS):
             dtype[tensor.name] = low
     for op, rule in zip(source.operators, saved_tensors(source), strict=True):
         keeps = _stays(source, op, dtype)

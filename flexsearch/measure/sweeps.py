@@ -63,6 +63,8 @@ class Bench:
         """Whether the device computes what its host launches ahead."""
         self._host_s = HOST_S
         """The least mean time of launching a task of a few."""
+        self.hook_s = _hook_s(self.device) if self.queued else 0.0
+        """That autograd takes to call a hook."""
         self._blocks: dict[torch.dtype, Tensor] = {}
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
@@ -149,6 +151,18 @@ class Bench:
         flat[:whole].view(-1, BLOCK).copy_(block)
         flat[whole:].copy_(block[: len(flat) - whole])
         return tensor
+
+
+def _hook_s(device: torch.device, repeats: int = 200) -> float:
+    """Seconds from one hook of a tensor to the next."""
+    times: list[float] = []
+    x = torch.ones(1, device=device, requires_grad=True)
+    y = x + 1.0
+    for _ in range(2):
+        y.register_hook(lambda _: times.append(time.perf_counter()))  # type: ignore[no-untyped-call]
+    for _ in range(repeats):
+        torch.autograd.grad(y, x, retain_graph=True)
+    return median(b - a for a, b in zip(times[::2], times[1::2], strict=True))
 
 
 @contextmanager
@@ -322,8 +336,8 @@ class Run:
 
     def _leave(self, _: Tensor) -> None:
         """Autograd has computed the gradient of an operand."""
-        now = time.perf_counter()
-        self._host = self._host[0], self._host[1] + now - self._resumed
+        now = time.perf_counter() - self.bench.hook_s
+        self._host = self._host[0], self._host[1] + max(0.0, now - self._resumed)
         self._left = self.bench.clock.mark()
         self._resumed = time.perf_counter()  # what marks take is not the operator's
 

@@ -236,6 +236,8 @@ class Engine:
         kept = self.fixed[name][1]
 
         def keep_buffer() -> None:
-            kept.copy_(values[slot])
+            value = values[slot]
+            if value.data_ptr() != kept.data_ptr():  # else it has been updated in place
+                kept.copy_(value)
 
         return keep_buffer

@@ -45,7 +45,7 @@ def _join_batch_norms(lowered: Lowered, device: int, segment: Segment) -> None:
             continue
         if _has_all(lowered, device, statistics, norms[0]):
             x, _, *affine = norms[0].arguments
-            running = _running(segment, own)
+            running = _running(lowered, segment, own)
             others = [norms[0], *running]
             joined = Call(
                 tuple(o for call in (statistics, *others) for o in call.operators), "batch_norm_at_once",
@@ -57,13 +57,17 @@ def _join_batch_norms(lowered: Lowered, device: int, segment: Segment) -> None:
                 segment.calls.remove(call)
 
 
-def _running(segment: Segment, statistics: int) -> list[Call]:
-    """The call that alone reads these statistics, a result of the segment, for running ones, in a list; empty if they
-    are read elsewhere, or are those of several groups, of which only the first counts."""
-    readers = [c for c in segment.calls if c.kind == "batch_norm_running" and ~statistics in c.arguments]
+def _running(lowered: Lowered, segment: Segment, statistics: int) -> list[Call]:
+    """The call that alone reads these statistics, a result of the segment, for running ones that the step keeps, in a
+    list; empty if they are read elsewhere, may be computed twice, or are not whole buffers."""
+    calls = [c for c in segment.calls if c.kind == "batch_norm_running" and c.arguments[0] == ~statistics]
     outside = any(result == statistics for result, _ in segment.exports)
-    good = not outside and all(not c.parts and all(a is not None and a >= 0 for a in c.arguments[1:]) for c in readers)
-    return readers if good else []
+    if outside or segment.region >= 0 or len(calls) != 1 or calls[0].parts:
+        return []
+    kept = {lowered.edges[e].tensor for e in lowered.update_edges.values()}
+    made = lowered.graph.operators[calls[0].operators[0]].outputs
+    whole = all(a is not None and a >= 0 for a in calls[0].arguments[1:])
+    return calls if whole and kept.issuperset(made) else []
 
 
 def _has_all(lowered: Lowered, device: int, statistics: Call, norm: Call) -> bool:

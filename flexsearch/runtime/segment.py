@@ -349,7 +349,8 @@ def _kernel_of_call(
     lowered: Lowered, call: SegmentCall, device: int, context: KernelContext, microbatch: int
 ) -> Kernel:
     """The kernel of a call: that of its operator, or what a rewrite made of those of several."""
-    kernels = [_kernel(lowered, o, device, context, microbatch) for o in call.operators]
+    joined = len(call.operators) > 1 and call.kind != CUTS  # it sees to the types of its operands itself
+    kernels = [_kernel(lowered, o, device, context, microbatch, not joined) for o in call.operators]
     if call.kind == CUTS:
         return cutting(kernels, [call.parts[k] for k in range(len(kernels))])
     if len(kernels) > 1:
@@ -357,15 +358,18 @@ def _kernel_of_call(
     return _reading_parts(kernels[0], call.parts) if call.parts else kernels[0]
 
 
-def _kernel(lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int) -> Kernel:
-    """The kernel of a device's piece of an operator for a microbatch."""
+def _kernel(
+    lowered: Lowered, operator: int, device: int, context: KernelContext, microbatch: int, casting: bool = True
+) -> Kernel:
+    """The kernel of a device's piece of an operator for a microbatch. ``casting``: in mixed precision, it takes
+    operands as the graph has them."""
     op = lowered.graph.operators[operator]
     microbatches = range(lowered.stages.microbatches) if op.kind in COUNTS else (microbatch,)
     kernels = []
     for m in microbatches:
         whole, piece, shapes = piece_in_batch(lowered, operator, device, m)
         kernel = build_kernel(whole, piece, shapes, context)
-        if isinstance(lowered.graph, PreciseGraph):
+        if casting and isinstance(lowered.graph, PreciseGraph):
             tensor = lowered.graph.tensor
             given, types = ([dtype_of(tensor[name].dtype) for name in names] for names in (op.inputs, op.outputs))
             kernel = in_types(kernel, given, types)

@@ -59,6 +59,12 @@ def _samples(groups: int) -> tuple[str, str, dict[str, int]]:
     return ("(g n)", "g M", {"g": groups}) if groups > 1 else ("n", "M", {})
 
 
+def _reading_any(kernel: Any) -> Kernel:
+    """A kernel that computes as precisely as it has to, whatever the types of its operands are."""
+    kernel.in_type = lambda _: kernel
+    return kernel  # type: ignore[no-any-return]
+
+
 class BatchStatistics(OperatorKind):
     """Mean and mean square of each channel, float64: (2, channels), or (groups, 2, channels)."""
 
@@ -88,9 +94,9 @@ class BatchStatistics(OperatorKind):
 
         count = prod(shapes[0]) // shapes[0][1]
         if not _grouped(op):
-            return lambda x: Statistics.apply(x, count)  # type: ignore[no-untyped-call]
+            return _reading_any(lambda x: Statistics.apply(x, count))  # type: ignore[no-untyped-call]
         share, groups = count // op.sizes["g"], piece.extent("g")
-        return lambda x: torch.stack([Statistics.apply(part, share) for part in x.chunk(groups)])  # type: ignore
+        return _reading_any(lambda x: torch.stack([Statistics.apply(p, share) for p in x.chunk(groups)]))  # type: ignore
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(lambda x: F.batch_norm(x, None, None, training=True), (rand(4, 3, 2, 3),))
@@ -133,7 +139,7 @@ class BatchNorm(OperatorKind):
             done = [run(part, own, *affine) for part, own in parts]
             return done[0] if len(done) == 1 else torch.cat(done)
 
-        return run_groups if _grouped(op) else run
+        return _reading_any(run_groups if _grouped(op) else run)
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(
@@ -284,30 +290,34 @@ def by_running(b: Builder, x: Value, channels: Sequence[Value], attributes: dict
     return b.emit("batch_norm_inference", [x, *channels], x.shape, pattern, attributes, short="batch_norm")
 
 
-def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel]) -> Kernel:
+def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel], told: bool = True) -> Kernel:
     """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` (``operators``) on a device
     that has all that they need; with ``batch_norm_running`` behind them (x, weight, bias, mean, variance) -> (None,
-    output, new mean, new variance). ``kernels``: theirs, which are faster where channels do not come last."""
+    output, mean, variance), which are updated in place. ``kernels``: theirs, which are faster where channels do not
+    come last. ``told``: whether anybody reads the statistics."""
     from flexsearch.graph.ops.norm_functions import BatchNorm as AtOnce
     from flexsearch.graph.ops.norm_functions import channels_last
 
     op, (statistics, normalise, *running) = operators[1], kernels
     eps, grouped = float(str(op.attributes["eps"])), _grouped(op)
     momentum = float(str(operators[2].attributes["momentum"])) if running else 0.0
+    told = told and not running
 
     def run(x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         affine, buffers = (others[:-2], others[-2:]) if running else (others, ())
         single = all(t.dtype == torch.float32 for t in (x, *others))
-        half = x.is_cuda and all(t.dtype in (torch.bfloat16, torch.float16) for t in (x, *affine))
+        half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
         if half or (single and (x.is_cuda or channels_last(x))):
             weight, bias = (*(t.float() for t in affine), None, None)[:2]
-            # Autograd marks what a function returns as its own; buffers have no place there.
-            new = [buffer.detach().clone() for buffer in buffers]
-            both, out = AtOnce.apply(x, weight, bias, eps, momentum, *new)  # type: ignore[no-untyped-call]
-            return (None, out, *new) if running else (both[None] if grouped else both, out)
+            both, out = AtOnce.apply(x, weight, bias, eps, told, momentum, *buffers)  # type: ignore[no-untyped-call]
+            return (None, out, *buffers) if running else (both[None] if told and grouped else both, out)
         made = statistics(x)
         out = normalise(x, made, *affine)
-        return (None, out, *running[0](made, *buffers)) if running else (made, out)
+        if not running:
+            return made, out
+        for buffer, new in zip(buffers, running[0](made, *buffers), strict=True):
+            buffer.copy_(new)
+        return None, out, *buffers
 
     return run
 
@@ -328,5 +338,5 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
         both: Tensor = Statistics.apply(x, x.numel() // x.shape[1])  # type: ignore[no-untyped-call]
         return both[None] if _grouped(op) else both
 
-    joined = batch_norm_at_once([op, op], [statistics, kernel])
+    joined = batch_norm_at_once([op, op], [statistics, kernel], told=False)
     return lambda x, _, *affine: joined(x, *affine)[1]

@@ -51,10 +51,11 @@ def in_types(
     kernel: Callable[..., Any], given: Sequence[torch.dtype], types: Sequence[torch.dtype]
 ) -> Callable[..., Any]:
     """A kernel of mixed precision: it computes in the type of its first real result, and writes all in these
-    ``types``. ``given``: those of its operands. A kernel that has ``in_type`` casts what it reads itself."""
+    ``types``. ``given``: those of its operands. A kernel that has ``in_type`` reads operands of any
+    type: it gives one that computes in a type."""
     computed = next((dtype for dtype in types if dtype.is_floating_point), None)
-    if (in_type := getattr(kernel, "in_type", None)) is not None and given[0] != computed:
-        kernel, given = in_type(computed), [computed, *given[1:]]
+    if (in_type := getattr(kernel, "in_type", None)) is not None:
+        kernel, given = in_type(computed), ()
     casts = [k for k, dtype in enumerate(given) if computed is not None and dtype.is_floating_point]
     casts = [k for k in casts if given[k] != computed]
     written: bool | None = None

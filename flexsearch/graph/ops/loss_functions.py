@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PARTS: Final = 16
-"""Scores are read in so many parts."""
+PARTS: Final = {"cpu": 16, "cuda": 8}
+"""Scores are read in so many parts, by kind of device: a GPU's host has to launch each."""
 LEAST_BYTES: Final = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""A part has at least so many, by kind of device: fewer are not worth the calls."""
+"""A part has at least so many: fewer are not worth the calls."""
 
 
 class ClassLosses(torch.autograd.Function):
@@ -52,7 +52,8 @@ class ClassLosses(torch.autograd.Function):
 def _parts(scores: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     """First rows of parts, and those behind them."""
     each = max(1, scores.shape[1] * dtype.itemsize)
-    rows = max(-(-len(scores) // PARTS), LEAST_BYTES[scores.device.type] // each, 1)
+    kind = scores.device.type
+    rows = max(-(-len(scores) // PARTS[kind]), LEAST_BYTES[kind] // each, 1)
     for first in range(0, len(scores), rows):
         yield first, min(first + rows, len(scores))
 

@@ -118,13 +118,14 @@ class Normalise(torch.autograd.Function):
 
 class BatchNorm(torch.autograd.Function):
     """Statistics and normalisation in one, where a device has the whole batch (or group) of its channels, by the
-    library that PyTorch's own layer takes, which reads x less often. ``running``: mean and variance, which are updated
-    in place; without them the first result is the statistics. These have no gradient; only running ones may read
-    them."""
+    library that PyTorch's own layer takes, which reads x less often. ``told``: whether the first result is the
+    statistics. They have no gradient; only running ones may read them. ``running``: mean and variance, which are
+    updated in place."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, momentum: float, *running: Tensor
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, told: bool, momentum: float,
+        *running: Tensor,
     ) -> tuple[Tensor | None, Tensor]:
         x = _settled(x, x)
         mean, var = running or (None, None)
@@ -136,7 +137,7 @@ class BatchNorm(torch.autograd.Function):
         out, center, invstd, *reserve = made
         ctx.save_for_backward(x, weight, center, invstd, *reserve)
         ctx.eps = eps
-        if running:
+        if not told:
             return None, out
         wide = center.double()
         statistics = torch.stack((wide, invstd.double().pow(-2) - eps + wide * wide))
