@@ -44,7 +44,7 @@ from flexsearch.simulate import simulate
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 
-ROUNDS, TURN_S = 7, 0.3
+ROUNDS, TURN_S = 11, 0.3
 AUTOCAST: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CAUSES = 12
 """So many kinds of tasks are listed."""
@@ -128,12 +128,12 @@ class Case:
 
 
 def turn(step: Callable[[], object], steps: int) -> float:
-    """Seconds of a step, mean of ``steps``; until the GPU has done it all."""
+    """Seconds of a step, mean of ``steps``; each until the GPU has done it all, as where its loss is read."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return (time.perf_counter() - began) / steps
 
 

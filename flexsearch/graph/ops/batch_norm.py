@@ -329,7 +329,7 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
     if any(extents[axis] != size for axis, size in others.items()) or extents.get("g", 1) > 1:
         return kernel
     if op.kind == "batch_statistics":
-        return lambda x: x.new_zeros((*([1] * ("g" in op.sizes)), 2, x.shape[1]), dtype=torch.float64)
+        return _reading_any(lambda x: x.new_zeros((*([1] * _grouped(op)), 2, x.shape[1]), dtype=torch.float64))
     if op.kind != "batch_norm":
         return kernel
     from flexsearch.graph.ops.norm_functions import Statistics
@@ -339,4 +339,4 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
         return both[None] if _grouped(op) else both
 
     joined = batch_norm_at_once([op, op], [statistics, kernel], told=False)
-    return lambda x, _, *affine: joined(x, *affine)[1]
+    return _reading_any(lambda x, _, *affine: joined(x, *affine)[1])

@@ -40,12 +40,11 @@ class ClassLosses(torch.autograd.Function):
         scores, classes = ctx.saved_tensors
         made = torch.empty_like(scores, memory_format=torch.contiguous_format)
         counts = classes != ctx.ignored
-        gradient, there = torch.where(counts, gradient, 0), torch.where(counts, classes, 0)[:, None]
+        gradient, there = torch.where(counts, gradient, 0)[:, None], torch.where(counts, classes, 0)[:, None]
+        less = gradient.new_tensor(-1.0).expand_as(there)
         for a, b in _parts(scores, ctx.dtype):
             part = torch.softmax(scores[a:b], 1, dtype=ctx.dtype, **_into(made[a:b], ctx.dtype))
-            part.mul_(gradient[a:b, None]).scatter_add_(1, there[a:b], -gradient[a:b, None])
-            if made.dtype != ctx.dtype:
-                made[a:b] = part
+            torch.mul(part.scatter_add_(1, there[a:b], less[a:b]), gradient[a:b], out=made[a:b])
         return made, None, None, None
 
 
