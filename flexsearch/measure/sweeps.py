@@ -213,7 +213,7 @@ class Samples:
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
             product=costed.product_sizes(self.case.extents),
-            host_s=(median(f for f, _ in self.hosts), median(b for _, b in self.hosts)) if queued else None,
+            host_s=(min(f for f, _ in self.hosts), min(b for _, b in self.hosts)) if queued else None,
         )
 
 
