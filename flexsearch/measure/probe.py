@@ -7,7 +7,9 @@ messages whose receives are posted before anything is sent, and the backend's ow
 2. each pair of ranks while nothing else moves: the time for a few bytes, and the slope of time over bytes between two
    large sizes, which neither start-up costs nor the buffers of a rate-limited network bias;
 3. hosts with several ranks, while all of them talk to other hosts, to see whether the network card is the bottleneck;
-5. each form of communication among all ranks; ``fit`` turns the ratio to the ideal time into a factor.
+4. on gloo, what all-reduces of a few bytes cost ranks that compute, and wait for them or go on;
+5. each form of communication among all ranks, while they wait for it; ``fit`` turns the ratio to the ideal time into a
+   factor; and on gloo while they compute: what it takes from that, and how much longer an all-reduce takes.
 """
 
 from __future__ import annotations
