@@ -140,6 +140,7 @@ class Simulation:
             d = self.served[row]
             turn, ticks = int(self.machine.turn[d]), self.ready[row]
             begin = self.take(row, ready, [(int(self.machine.processor[d]), ticks)], turn)
+            self.slow(d, self.free[int(self.machine.processor[d])], min(turn, ticks))
             if begin is None:
                 self.ready[row] -= turn
             else:
@@ -160,6 +161,13 @@ class Simulation:
         for k in range(s.follower_first[c], s.follower_last[c]):
             self.arrive(self.name(m, s.follower_block[k], True, s.follower_row[k]), end)
         self.end(row, end, s.receiver[s.receiver_first[c] : s.receiver_last[c]])
+
+    def slow(self, d: int, end: int, ticks: int) -> None:
+        """A device computed for so many ticks until ``end``: links that were busy meanwhile are free later."""
+        for k in range(self.machine.slows[d], self.machine.slows[d + 1]):
+            link = int(self.machine.slowed[k])
+            both = min(ticks, max(0, self.free.get(link, 0) - (end - ticks)))
+            self.free[link] = self.free.get(link, 0) + (both * int(self.machine.slowing[0]) >> 10)
 
     def end(self, row: Row, tick: int, receivers: Any) -> None:
         self.times[row] = self.times[row][0], tick

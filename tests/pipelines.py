@@ -14,7 +14,7 @@ from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, ISSUE, NEVER, WAIT
 from flexsearch.lower.schedule import Blocks, Stages, make_schedule
 from flexsearch.simulate.engine import Engine
 from flexsearch.strategy.stage import ScheduleKind
-from tests.random_rows import Arena, Block, Communication
+from tests.random_rows import Arena, Block, Communication, unslowed
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Pipeline:
         self.schedule: Schedule = make_schedule(self.blocks, cut, len(self.held))
         devices = np.arange(len(self.held), dtype=np.uint32)
         turn, free = np.full(len(devices), NEVER, np.int64), np.zeros(1, np.uint8)
-        self.machine = Machine(devices, turn, free, free, np.array([len(devices)], np.uint32))
+        self.machine = Machine(devices, turn, free, free, np.array([len(devices)], np.uint32), *unslowed(len(devices)))
         self.segments = self.arena.segments()
 
     def _add(self, kind: int, stage: int, ticks: int) -> range:

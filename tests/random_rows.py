@@ -183,12 +183,19 @@ def make_case(
         turn=np.array(turn, np.int64), contended=np.array([contended], np.uint8),
         hosted=np.array([host > 0], np.uint8),
         resources=np.array([links + devices], np.uint32),
+        slowing=np.array([chance.choice((0, 300, 1000))], np.int64), slows=np.arange(devices + 1, dtype=np.uint32),
+        slowed=np.array([chance.randrange(links) for _ in range(devices)], np.uint32),
     )  # fmt: skip
     case = Case(r, devices, contended, kinds, stage, schedule, machine, Arena(devices), links, scale, host)
     for b in range(len(kinds)):
         case.blocks.append(random_block(case, b))
         case.segment.append(case.arena.add(case.blocks[b]))
     return case
+
+
+def unslowed(devices: int) -> tuple[Any, Any, Any]:
+    """Columns of a machine whose links are as fast where devices compute."""
+    return np.zeros(1, np.int64), np.zeros(devices + 1, np.uint32), np.zeros(0, np.uint32)
 
 
 def members(case: Case, b: int) -> list[int]:

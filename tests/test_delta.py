@@ -61,7 +61,7 @@ def dags(draw: st.DrawFn) -> OperatorGraph:
 
 def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topology:
     """Hosts of different speeds on one bus of different links; ``sharing`` devices on each processor. Where
-    moving bytes takes processor time, so does starting a communication."""
+    moving bytes takes processor time, so does starting a communication, and computing slows links."""
     preset = Topology.load("ethernet-1g-2")
     devices = tuple(
         preset.devices[0].model_copy(update={
@@ -75,6 +75,7 @@ def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topo
         for k in range(count)
     )
     taken = {"cpu_s": 1e4 * cpu_s_per_byte, "cpu_s_per_byte": cpu_s_per_byte}
+    taken["busy_factor"] = 1.6 if cpu_s_per_byte else 1.0
     communication = preset.communication.model_copy(update=taken)
     fields = {f: getattr(preset, f) for f in Topology.model_fields}
     fields |= {"name": "uneven", "devices": tuple(Device(**dict(d)) for d in devices), "switches": ("bus",)}

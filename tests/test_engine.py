@@ -17,7 +17,7 @@ from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, NEVER, WAIT, Machine,
 from flexsearch.simulate.engine import LATE, Engine
 from flexsearch.simulate.engine_state import State
 from tests.engine_oracle import Simulation
-from tests.random_rows import Arena, Block, Case, Communication, make_case, random_change
+from tests.random_rows import Arena, Block, Case, Communication, make_case, random_change, unslowed
 
 
 def oracle(case: Case, segments: Segments, segment: Any) -> Simulation:
@@ -170,7 +170,7 @@ def chain(blocks: list[tuple[int, int]], microbatches: int = 1) -> Case:
         microbatches=numbers([microbatches]), final=numbers([microbatches - 1]),
     )  # fmt: skip
     flags = np.ones(1, np.uint8)
-    machine = Machine(numbers([0]), np.full(1, NEVER, np.int64), 0 * flags, flags, numbers([1]))
+    machine = Machine(numbers([0]), np.full(1, NEVER, np.int64), 0 * flags, flags, numbers([1]), *unslowed(1))
     case = make_case(0)
     case.schedule, case.machine, case.arena, case.devices = schedule, machine, Arena(1), 1
     case.blocks = [Block([[(COMPUTE, b, 0, *ticks)]], []) for b, ticks in enumerate(blocks)]

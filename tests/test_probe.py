@@ -74,21 +74,30 @@ def test_a_communication_between_computations_starts_later_by_what_was_measured_
     assert paused.factors == plain.factors and paused.message_s == plain.message_s
     beside = fit(replace(exact, overlapped_s=2e-4), "cluster", "made up").communication
     assert beside == plain.model_copy(update={"cpu_s": 2e-4})
+    two_each = replace(exact, overlapped_s=2e-4, facts=[replace(fact, machine="one") for fact in exact.facts])
+    assert fit(two_each, "cluster", "made up").communication.cpu_s == 1e-4, "late by what both of a core lose"
 
 
-def test_what_a_form_takes_from_a_processor_is_moving_by_its_cores_and_copying_by_one() -> None:
-    two_cores = hosts(3, cores=(0, 1))
+def test_what_a_form_takes_from_a_processor_is_a_share_of_what_its_ranks_lose_and_copying() -> None:
+    two_each = [replace(host, machine="one", cores=(k % 2,)) for k, host in enumerate(hosts(4))]
     forms = {
-        "exchange": FormTime(1000, 1.0, moving_s=2e-3), "all_reduce": FormTime(900, 1.0, moving_s=4.8e-3),
-        "all_gather": FormTime(1000, 1.0, moving_s=8e-3, copying_s=4e-3), "all_to_all": FormTime(1000, 1.0),
+        "exchange": FormTime(1500, 1.0, lost_s=3e-3), "all_reduce": FormTime(1000, 1.0, lost_s=6e-3),
+        "all_gather": FormTime(500, 1.0, lost_s=6e-3, copying_s=3e-3), "all_to_all": FormTime(1000, 1.0),
     }  # fmt: skip
-    found = fit(measured(two_cores, forms=forms), "cluster", "made up").communication
-    # Bytes that a rank sends and receives: 2,000; 2 * 4/3 * 900; and 4,000, to and from two others.
+    found = fit(measured(two_each, forms=forms), "cluster", "made up").communication
+    # Bytes that a rank sends and receives: 3,000; 2 * 6/4 * 1,000; and 3,000, to and from three others.
     assert found.cpu_s_per_byte == pytest.approx(0.5e-6)
     assert found.cpu_by_form == pytest.approx({"all_reduce": 1e-6, "all_gather": 2e-6})
     assert found.cpu_s_per_byte_of("all_gather") == pytest.approx(2e-6)
     ratio = found.factors["all_to_all"] / found.factors["exchange"]
     assert found.cpu_s_per_byte_of("all_to_all") == pytest.approx(0.5e-6 * ratio)
+
+
+def test_the_busy_factor_is_what_an_all_reduce_takes_beside_computations_over_what_it_takes_alone() -> None:
+    for busy_s, factor in ((3.0, 1.5), (1.9, 1.0), (0.0, 1.0)):
+        forms = {"exchange": FormTime(1000, 1.0), "all_reduce": FormTime(1000, 2.0, busy_s=busy_s)}
+        found = fit(measured(hosts(2), forms=forms), "cluster", "made up").communication
+        assert found.busy_factor == factor
 
 
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:

@@ -124,13 +124,19 @@ def _read(graph: OperatorGraph, slot: dict[tuple[int, int], int]) -> Rows:
 def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
     """Devices and resources of a topology. ``turns``: seconds of a turn of each device, infinite if it takes none."""
     users = Counter(topology.processor_of)
-    contended = max(users.values()) > 1 or topology.communication.takes_cpu
+    slowing = round(1024 * (1.0 - 1.0 / topology.communication.busy_factor))
+    contended = max(users.values()) > 1 or topology.communication.takes_cpu or slowing > 0
+    links = topology.links_of_processors if slowing else {}
+    slowed = [links.get(processor, ()) for processor in topology.processor_of]
     return Machine(
         processor=np.array(topology.processor_of, np.uint32),
         turn=np.array([NEVER if s == inf else round(s / TICK) for s in turns], np.int64),
         contended=np.array([contended], np.uint8),
         hosted=np.array([any(device.launch_s > 0.0 for device in topology.devices)], np.uint8),
         resources=np.array([len(topology.resources)], np.uint32),
+        slowing=np.array([slowing], np.int64),
+        slows=np.cumsum([0, *map(len, slowed)]).astype(np.uint32),
+        slowed=np.array([link for row in slowed for link in row], np.uint32),
     )  # fmt: skip
 
 

@@ -129,10 +129,14 @@ class Machine(NamedTuple):
     """What the engine needs of a topology. ``processor``: resource by device. ``turn``: by device, ticks after which a
     computation lets others of its processor go first (NEVER where it has its own). ``contended``: (1,) 1 if a device
     may have to wait for its processor: where several devices share one, or moving bytes takes time from them.
-    ``hosted``: (1,) 1 if devices have hosts that launch their steps."""
+    ``hosted``: (1,) 1 if devices have hosts that launch their steps. ``slowing``: (1,) how much later, in 1024ths of
+    the time for which device d computes meanwhile, its links ``slowed[slows[d] : slows[d + 1]]`` are free."""
 
     processor: U32
     turn: I64
     contended: U8
     hosted: U8
     resources: U32  # (1,): how many resources there are
+    slowing: I64
+    slows: U32
+    slowed: U32

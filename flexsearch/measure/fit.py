@@ -27,6 +27,7 @@ PROBED: tuple[Figure, ...] = (
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
     "links.latency_s", "communication.overhead_s", "communication.factors",
     "communication.message_s", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
+    "communication.busy_factor",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
@@ -38,12 +39,14 @@ SLOWED = 1.5
 @dataclass(frozen=True)
 class FormTime:
     """One form of communication among all ranks: ``nbytes`` that each rank sends to each it sends to (all-reduce: that
-    each holds), and the seconds it took. Of a rank: ``moving_s``, processor time of all threads meanwhile;
-    ``copying_s``, for which its own thread puts together what it sends and what came; 0 if not measured."""
+    each holds), and the seconds it took. ``lost_s``: how much later ranks are done that compute meanwhile, and
+    ``busy_s``: seconds it takes then (of all-reduces);
+    ``copying_s``, for which a rank puts together what it sends and what came; 0 if not measured."""
 
     nbytes: int
     seconds: float
-    moving_s: float = 0.0
+    lost_s: float = 0.0
+    busy_s: float = 0.0
     copying_s: float = 0.0
 
 
@@ -80,12 +83,13 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     overhead = _overhead(measured)
     devices = _devices(measured)
     switches, links = _wiring(measured, [d.name for d in devices], overhead)
+    sharing = _sharing(measured.facts)
     communication = Communication(
         backend=measured.backend,
         overhead_s=overhead,
         message_s=overhead,
         factors=dict.fromkeys(FORMS, 1.0),
-        cpu_s=measured.overlapped_s,
+        cpu_s=measured.overlapped_s / sharing,
     )
     sources = (Sources(figures=PROBED, kind="measured", origin="flexsearch probe"),)
     ideal = Topology(
@@ -98,11 +102,11 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
     # Ranks did nothing else while they were measured; a step's communications stand between computations.
     idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
     pause = max(0.0, measured.pause_s - idle_s)
-    cores = _cores_each(measured.facts)
-    by_form = {form: _cpu_s_per_byte(form, len(devices), found, cores) for form, found in measured.forms.items()}
+    by_form = {form: _cpu_s_per_byte(form, len(devices), found, sharing) for form, found in measured.forms.items()}
     figures = {
         "factors": factors, "overhead_s": overhead + pause, "cpu_s_per_byte": by_form.pop("exchange", 0.0),
         "cpu_by_form": {form: seconds for form, seconds in by_form.items() if seconds},
+        "busy_factor": max([1.0, *(found.busy_s / found.seconds for found in measured.forms.values())]),
     }  # fmt: skip
     return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
@@ -147,13 +151,10 @@ def _overlap(a: Facts, b: Facts) -> bool:
     return bool(a.processor) or bool(set(a.cores) & set(b.cores))
 
 
-def _cores_each(facts: Sequence[Facts]) -> float:
-    """Cores behind a processor: moving bytes by one of several takes little from computing."""
+def _sharing(facts: Sequence[Facts]) -> float:
+    """Ranks on a processor."""
     shared = processors(facts)
-    return median(
-        max(1.0, len(fact.cores) / len({p for p, other in zip(shared, facts, strict=True) if _overlap(fact, other)}))
-        for fact in facts
-    )
+    return median(map(shared.count, shared))
 
 
 def _overhead(measured: Measured) -> float:
@@ -271,12 +272,13 @@ def _hop(measured: Measured, pairs: Mapping[Pair, float], overhead: float) -> fl
     return max(0.0, median(measured.latency_s[pair] for pair in pairs) - overhead) / 2 if pairs else 0.0
 
 
-def _cpu_s_per_byte(form: str, ranks: int, found: FormTime, cores: float) -> float:
-    """Computing time that each byte takes which a rank sends or receives, s. Moving them may take other ``cores``."""
+def _cpu_s_per_byte(form: str, ranks: int, found: FormTime, sharing: float) -> float:
+    """Computing time that each byte takes which a rank sends or receives, s. Ranks that share a processor are late by
+    what all of them lose."""
     moves = messages(form, ranks, found.nbytes)
     # An all-reduce goes round a ring twice, n - 1 steps each, with an nth of the bytes.
     moved = 4 * (ranks - 1) / ranks * found.nbytes if form == "all_reduce" else 2 * sum(n for _, _, n in moves) / ranks
-    return (found.moving_s / cores + found.copying_s) / moved
+    return (found.lost_s / sharing + found.copying_s) / moved
 
 
 def _factor(ideal: Topology, form: str, found: FormTime) -> float:

@@ -7,11 +7,14 @@ messages whose receives are posted before anything is sent, and the backend's ow
 2. each pair of ranks while nothing else moves: the time for a few bytes, and the slope of time over bytes between two
    large sizes, which neither start-up costs nor the buffers of a rate-limited network bias;
 3. hosts with several ranks, while all of them talk to other hosts, to see whether the network card is the bottleneck;
-5. each form of communication among all ranks; ``fit`` turns the ratio to the ideal time into a factor.
+4. on gloo, what all-reduces of a few bytes cost ranks that compute, and wait for them or go on;
+5. each form of communication among all ranks, while they wait for it; ``fit`` turns the ratio to the ideal time into a
+   factor; and on gloo while they compute: what it takes from that, and how much longer an all-reduce takes.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
+from flexsearch.measure.beside import LAYERS, Network
 from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
@@ -37,10 +41,10 @@ MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
 """MiB that a measured transfer moves at most. gloo: about a bucket of gradients, and less than the C library keeps for
 the next buffer (32 MiB), which ranks need not clear page by page again then."""
-PAUSES: Final = 16
-"""Layers of the network that all-reduces interrupt, once forward and once backward."""
+BESIDE: Final = 2
+"""Ranks compute so many times as long as a communication takes that takes time from it: it is slower then."""
 
-
+Meanwhile = Callable[[], object]
 Finish = Callable[[list[Tensor]], Tensor]
 
 
@@ -142,9 +146,12 @@ class _Probe:
         # NCCL's barrier and gathering would run on the device; figures go round by CPU.
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
         self.tag = 0
-        self.cpu_s = self.copying_s = 0.0
-        """Of the last ``move`` or ``all_reduce``: processor time of all threads while bytes moved, and seconds for
-        which this one put together what it sent and what came."""
+        self.network = Network()
+        self.copying_s = 0.0
+        """Of the last ``move`` or ``all_reduce``: seconds for which this thread put together what it sent and what
+        came."""
+        self.busy_s = 0.0
+        """Of the last ``all_reduce`` beside computations, on this rank."""
 
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
@@ -164,9 +171,7 @@ class _Probe:
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
             pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
-        measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms
-        )
+        measured = Measured(self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms)
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
         assert boxed[0] is not None
@@ -247,22 +252,39 @@ class _Probe:
         wanted = slowest * self.effort.transfer_s
         if form == "all_reduce":
             nbytes = _size(wanted / 2, min(64, MOST[self.backend]))
-            return self.timed(nbytes, lambda: self.all_reduce(nbytes, pack=True))
+            return self.timed(nbytes, lambda meanwhile: self.all_reduce(nbytes, True, meanwhile))
         crowd = [f.place for f in found]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
         nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
         if form in ONE_CALL[self.backend]:
             return FormTime(nbytes, _undisturbed([self.call(form, nbytes) for _ in range(self.effort.repeats)]))
         moves, finish = messages(form, self.size, nbytes), FINISH.get(form)
-        return self.timed(nbytes, lambda: max(self.gather(self.send(moves, finish))))
+        return self.timed(nbytes, lambda meanwhile: max(self.gather(self.send(moves, finish, meanwhile))))
 
-    def timed(self, nbytes: int, move: Callable[[], float]) -> FormTime:
+    def timed(self, nbytes: int, move: Callable[[Meanwhile], float]) -> FormTime:
         """What a form takes, of several times that ``move`` carries it out on all ranks."""
-        taken = [(move(), median(self.gather(self.cpu_s)), median(self.gather(self.copying_s)))
-                 for _ in range(self.effort.repeats)]  # fmt: skip
-        seconds, moving, copying = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
-        busy = (moving, copying) if self.backend == "gloo" else (0.0, 0.0)  # NCCL's kernels take no processor time
-        return FormTime(nbytes, seconds, *busy)
+        taken = [(move(_nothing), median(self.gather(self.copying_s))) for _ in range(self.effort.repeats)]
+        seconds, copying = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
+        if self.backend == "nccl":  # its kernels take no processor time
+            return FormTime(nbytes, seconds)
+        return FormTime(nbytes, seconds, *self.beside(seconds, move), copying)
+
+    def beside(self, seconds: float, move: Callable[[Meanwhile], object]) -> tuple[float, float]:
+        """How much later ranks are done that compute while ``move`` communicates, which takes ``seconds`` alone, and
+        what it takes then, if it is an all-reduce; s."""
+        dist.barrier(group=self.control)
+        count = math.ceil(4 * BESIDE * seconds / min(self.gather(self.network.steps_s(4))))
+        taken = []
+        for _ in range(self.effort.repeats):  # in turn, as the machine may be slower later
+            spent: list[float] = []
+            dist.barrier(group=self.control)
+            spent.append(self.network.steps_s(count))
+            move(lambda spent=spent: spent.append(self.network.steps_s(count)))  # type: ignore[misc]
+            alone, beside = map(max, zip(*self.gather(spent), strict=True))
+            taken.append((beside - alone, max(self.gather(self.busy_s))))
+            self.busy_s = 0.0
+        late, busy = map(median, zip(*taken, strict=True))
+        return max(0.0, late), busy
 
     # ---- moving bytes
 
@@ -272,14 +294,17 @@ class _Probe:
         seconds = self.gather(mine)
         return {(i, j): max(seconds[i], seconds[j]) for i, j in sizes}
 
-    def send(self, moves: Sequence[tuple[int, int, int]], finish: Finish | None = None) -> float:
+    def send(
+        self, moves: Sequence[tuple[int, int, int]], finish: Finish | None = None, meanwhile: Meanwhile | None = None
+    ) -> float:  # fmt: skip
         """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with ``finish``
-        of what it receives."""
+        of what it receives. ``meanwhile``: what it does until it waits for them."""
         outgoing = {j: torch.ones(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
-        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, finish)
+        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, finish, meanwhile)
 
     def move(
-        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], finish: Finish | None = None
+        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], finish: Finish | None = None,
+        meanwhile: Meanwhile | None = None,
     ) -> float:  # fmt: skip
         """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
         step of the runtime posts its receives at its start. What is sent is put together before, too, in a form that is
@@ -297,7 +322,7 @@ class _Probe:
         if finish:
             outgoing = self.packed(outgoing)
         dist.barrier(group=self.control)
-        began, worked = time.perf_counter(), time.process_time()  # of all threads: gloo moves bytes in one of its own
+        began = time.perf_counter()
         if self.backend == "gloo":
             works += [dist.isend(tensor, peer, tag=self.tag) for peer, tensor in outgoing.items()]
         elif outgoing or received:
@@ -305,10 +330,12 @@ class _Probe:
                 [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]
                 + [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in outgoing.items()]
             )
+        if meanwhile is not None:
+            meanwhile()
         for work in works:
             if work is not None:
                 work.wait()
-        self.cpu_s, arrived = time.process_time() - worked, time.perf_counter()
+        arrived = time.perf_counter()
         if finish and received:
             finish([own, *received.values()])
             self.copying_s += time.perf_counter() - arrived
@@ -323,15 +350,23 @@ class _Probe:
         self.copying_s = time.perf_counter() - began
         return copies
 
-    def all_reduce(self, nbytes: int, pack: bool = False) -> float:
-        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank. ``pack`` them before."""
+    def all_reduce(self, nbytes: int, pack: bool = False, meanwhile: Meanwhile | None = None) -> float:
+        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank. ``pack`` them before;
+        ``meanwhile``: what ranks do until they wait for it."""
         tensor = torch.ones(max(1, nbytes // 4), device=self.device)
         if pack:
             tensor = self.packed({0: tensor})[0]
         dist.barrier(group=self.control)
-        began, worked = time.perf_counter(), time.process_time()
-        dist.all_reduce(tensor)
-        self.cpu_s = time.process_time() - worked
+        began = time.perf_counter()
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        if meanwhile is not None:
+            ended: list[float] = []
+            work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
+            meanwhile()
+            work.wait()
+            self.busy_s = max(ended, default=time.perf_counter()) - began
+        work.wait()
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return max(self.gather(time.perf_counter() - began))
@@ -340,27 +375,12 @@ class _Probe:
         """Seconds that an all-reduce of a few bytes costs ranks that compute, if they wait for it and if they go on: it
         cuts a run of operators in two, of which each is a call of autograd, and wakes gloo's threads and this one
         beside what they have in the caches."""
-        layers = [(torch.randn(128, 256) / 16, torch.randn(256, 128) / 16) for _ in range(PAUSES)]
-        weights = [[weight.requires_grad_() for weight in layer] for layer in layers]
-        rows = torch.ones(256, 128)
 
         def step(cut: bool, waits: bool = False) -> float:
             works: list[dist.Work] = []
             dist.barrier(group=self.control)
-            began, x, passes = time.perf_counter(), rows.clone().requires_grad_(), []
-            leaf = x
-            for first, second in weights:
-                x = torch.relu(x @ first) @ second
-                if cut:
-                    passes.append((x, [leaf, first, second]))
-                    x = leaf = _interrupted(x, works, waits).requires_grad_()
-            if not cut:
-                passes = [(x, [leaf, *(weight for layer in weights for weight in layer)])]
-            gradient = rows
-            for computed, wanted in reversed(passes):
-                gradient = torch.autograd.grad(computed, wanted, gradient)[0]
-                if cut:
-                    gradient = _interrupted(gradient, works, waits)
+            began = time.perf_counter()
+            self.network.step((lambda tensor: _interrupted(tensor, works, waits)) if cut else None)
             for work in works:
                 work.wait()
             return time.perf_counter() - began
@@ -369,7 +389,7 @@ class _Probe:
         for _ in range(4 * self.effort.repeats):  # in turn, as the machine may be slower later
             taken.append([max(self.gather(step(*way))) for way in ways])
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
-        return max(0.0, waiting - whole) / (2 * PAUSES), max(0.0, going_on - whole) / (2 * PAUSES)
+        return max(0.0, waiting - whole) / (2 * LAYERS), max(0.0, going_on - whole) / (2 * LAYERS)
 
     def call(self, form: str, nbytes: int) -> float:
         """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest
@@ -434,6 +454,10 @@ def _interrupted(tensor: Tensor, works: list[dist.Work], waits: bool) -> Tensor:
     else:
         works.append(work)
     return tensor.detach()
+
+
+def _nothing() -> None:
+    """Nothing."""
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

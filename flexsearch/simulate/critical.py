@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -149,6 +150,9 @@ class _Replay:
             for first, last in ((segments.link_first, segments.link_last), (segments.drag_first, segments.drag_last))
         )
         self.link = list(zip(segments.link.tolist(), segments.link_ticks.tolist(), strict=True))
+        self.slowing, slows = int(machine.slowing[0]), machine.slows.tolist()
+        self.slowed = [machine.slowed[first:last].tolist() for first, last in pairwise(slows)]
+        """Links of each device."""
         self.drag = list(zip(segments.drag.tolist(), segments.drag_ticks.tolist(), strict=True))
 
     def run(self) -> None:
@@ -199,7 +203,16 @@ class _Replay:
         for r, ticks in links:
             left = max(0, ticks - done)
             free[r] = begin + (min(turn, left) if again else left), now
+        if (device := self.device[task]) >= 0:
+            self._slow(device, begin, free[self.processor[task]][0] - begin)
         return begin, now, again
+
+    def _slow(self, device: int, begin: int, ticks: int) -> None:
+        """Links that are busy while their device computes are free later."""
+        for link in self.slowed[device]:
+            until, holder = self.free.get(link, (0, -1))
+            both = min(ticks, max(0, until - begin))
+            self.free[link] = until + (both * self.slowing >> 10), holder
 
     def _end(self, task: int, finish: int, now: int) -> None:
         if finish > self.makespan or self.last < 0:

@@ -296,8 +296,15 @@ def _wake(state: State, d: Any, clock: Any) -> None:
 
 
 @lean
+def _slowed_by(ticks: Any, slowing: Any) -> Any:
+    """1024ths of so many ticks; no product exceeds an int64."""
+    return (ticks >> 10) * slowing + (((ticks & 1023) * slowing) >> 10)
+
+
+@lean
 def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
-    """A computation of a contended processor: whole, or a turn of it."""
+    """A computation of a contended processor: whole, or a turn of it. Links of its devices that are busy meanwhile
+    are free later: what moves bytes waits for the processor in between."""
     devices, r = state.devices, np.uint64(state.machine.processor[d])
     begin = min(max(ready, state.free[r]), FOREVER)
     if state.record.enabled[0] and state.record.begin[_computation(state, identity)] < 0:
@@ -308,6 +315,10 @@ def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     state.free[r] = end
     state.computed[d] += ticks
     state.carried[r] += ticks
+    for k in range(np.uint64(state.machine.slows[d]), np.uint64(state.machine.slows[d + ONE])):
+        link = np.uint64(state.machine.slowed[k])
+        both = min(ticks, max(0, state.free[link] - begin))
+        state.free[link] = min(state.free[link] + _slowed_by(both, state.machine.slowing[0]), FOREVER)
     devices.left[d] -= ticks
     if devices.left[d] > 0:
         devices.clock[d] = end

@@ -164,6 +164,7 @@ class Communication(FileModel):
     cpu_s: LatencySeconds = 0.0  # computing time that a communication takes from each processor, whatever its bytes
     cpu_s_per_byte: SecondsPerByte = 0.0  # computing time that each byte of a message takes, on each side
     cpu_by_form: dict[str, SecondsPerByte] = Field(default_factory=dict)  # likewise of a form, where it was measured
+    busy_factor: Annotated[Factor, Field(ge=1)] = 1.0  # how many times as long it takes where ranks compute meanwhile
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
@@ -223,7 +224,7 @@ class Communication(FileModel):
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
         usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
-        later = ("message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form")
+        later = ("message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form", "busy_factor")
         return {name for name in later if getattr(self, name) == getattr(usual, name)}
 
 

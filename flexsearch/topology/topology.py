@@ -127,6 +127,17 @@ class Topology(files.FileModel):
         index = {r.name: k for k, r in enumerate(self.resources) if r.kind == "processor"}
         return tuple(index[_processor(device)] for device in self.devices)
 
+    @cached_property
+    def links_of_processors(self) -> dict[int, tuple[int, ...]]:
+        """Processor -> links that its devices hang on, each direction; indices into ``resources``."""
+        found: dict[int, set[int]] = {}
+        processor = {device.name: p for device, p in zip(self.devices, self.processor_of, strict=True)}
+        for (a, b), (link, _) in self._hops.items():
+            for end in (a, b):
+                if end in processor:
+                    found.setdefault(processor[end], set()).add(link)
+        return {p: tuple(sorted(links)) for p, links in found.items()}
+
     def route(self, i: int, j: int) -> Route:
         """The way from device ``i`` to device ``j``: the fastest for a message of 1 MB, never through a third device
         where another way exists. TopologyError if there is no such device."""
