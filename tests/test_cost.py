@@ -23,7 +23,7 @@ from flexsearch.graph import Axis, Operator, OperatorGraph, Piece, Tensor, make_
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.ops.base import TRACES
 from flexsearch.topology import Communication, Device, Link, Topology
-from flexsearch.topology.changes import edited
+from flexsearch.topology.changes import captured, edited
 from flexsearch.topology.kernels import USUAL
 
 FLOPS, BANDWIDTH, OVERHEAD = 1e9, 1e9, 1e-6
@@ -485,3 +485,31 @@ def test_products_inside_an_operator_that_is_not_looked_into_are_counted(monkeyp
     products = 2 * (4 * 8) * 6 * (5 * 3)
     touched = 4 * 6 * 8 + 6 * 5 * 3 + 4 * 5 * 10
     assert (forward.flops, backward.flops) == (touched + products, touched + 2 * products)
+
+
+def test_hosts_of_gpus_launch_as_long_as_was_measured() -> None:
+    """Of an operator, or of its form or kind; captured steps have no launches in any case."""
+    graph = small_net()
+    device = Device(
+        name="g", kind="cuda", host="h", model="H100-SXM5-80GB", flops={"float32": 1e13}, memory_bandwidth=1e12,
+        memory_bytes=2**36, overhead_s=16e-6,
+    )  # fmt: skip
+    topology = Topology(name="one", devices=(device,), links=(), communication=Communication(backend="nccl"))
+    first = Costed.of(graph, 0)
+    work = Work(flops=1.0, nbytes=1.0)
+    entry = Entry(
+        kind=first.op.kind, dtype="float32", forward_s=1e-4, backward_s=1e-4, repeats=1, forward=work, backward=work,
+        host_s=(40e-6, 100e-6),
+    )  # fmt: skip
+    update = UpdateEntry(s_per_byte=1e-12, s_per_tensor=1e-7, host_s_per_tensor=4e-6)
+    profile = Profile(
+        device=ProfileDevice(kind="cuda", model="NVIDIA H100 80GB HBM3"), torch="2", updates={"momentum": update},
+        entries={first.signature({axis: 1 for axis in first.op.sizes}): entry},
+    )  # fmt: skip
+    costs, plain = Costs(graph, topology, profile), Costs(graph, topology)
+    assert costs.launch_s(0) == plain.launch_s(0) == pytest.approx(16e-6, rel=1e-6)
+    forward, backward, weights = costs.launches(0)
+    assert (forward, backward) == (2.5, 6.25) and 0.0 < weights <= backward
+    assert costs.launches(1) == plain.launches(1)
+    assert (costs.update_launches("momentum"), costs.update_launches("adam")) == (0.25, 1.0)
+    assert Costs(graph, captured(topology), profile).launch_s(0) == 0.0

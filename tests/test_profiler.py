@@ -17,6 +17,8 @@ from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.ops.batch_norm import normalising
+from flexsearch.graph.precision import with_precision
 from flexsearch.measure import cases, profiler, recipe_work, reference, updates
 from flexsearch.measure.cases import Case, count, plan
 from flexsearch.measure.neighbours import SWEEPS, Neighbours, neighbours
@@ -26,6 +28,7 @@ from flexsearch.measure.reference import Sizes
 from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, UPDATE, measure_updates
 from flexsearch.sync import kinds
+from flexsearch.topology import Topology
 from tests.test_cost import axes, machines, small_net, tensor
 
 
@@ -288,3 +291,33 @@ def test_files_without_rates_of_recipes_are_read_and_extended(tmp_path: Path) ->
     rates = {"copy": WorkRate(n=2, median=0.0, p90=0.0, s_per_byte=1e-9, start_s=0.0)}
     new = old.model_copy(update={"recipe_work": rates})
     assert old.extended(new).recipe_work == new.extended(old).recipe_work == rates
+
+
+def test_pieces_of_mixed_precision_are_measured_as_plans_have_them() -> None:
+    """A loss stays float32 and reads scores of half precision, which its kernel casts."""
+    made = zoo.gpt2(2, seq=4, layers=1, hidden=8, heads=2, vocab=11, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets)
+    profile = profile_graph(graph, max_parts=1, repeats=1, precision="bf16")
+    half, one = with_precision(graph, "bf16"), Topology.load("ethernet-1g:1")
+    costs, plain = Costs(half, one, profile), Costs(graph, one, profile)
+    whole = [op.sizes for op in graph.operators]
+    assert all(costs.is_measured(i, sizes, 0) for i, sizes in enumerate(whole))
+    linear = next(i for i, op in enumerate(graph.operators) if op.kind == "linear")
+    assert not plain.is_measured(linear, whole[linear], 0)
+
+
+def test_batch_norm_by_all_samples_is_measured_as_one() -> None:
+    """A rank then takes the statistics with the normalisation."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3))
+    graph = import_model(model, (torch.zeros(4, 2, 5, 5),), torch.sum)
+    found: set[tuple[str, bool, bool]] = set()
+
+    def own(*_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    for case in [case for row in plan(graph, 2) for case in row]:
+        op = case.costed.op
+        if op.kind in ("batch_statistics", "batch_norm"):
+            split = any(case.extents[axis] < op.sizes[axis] for axis in ("n", "s0", "s1"))
+            found.add((op.kind, split, normalising(op, case.extents, own) is own))
+    assert found == {(kind, split, split) for kind in ("batch_statistics", "batch_norm") for split in (False, True)}
