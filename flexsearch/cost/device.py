@@ -98,8 +98,9 @@ class DeviceModel:
         """Seconds of a host to launch forward and backward tasks, medians: by signature, family and kind."""
         rows: dict[str, list[tuple[float, float]]] = {}
         for key, entry in ({} if self.profile is None else self.profile.entries).items():
-            for name in (key, key.rpartition(" | ")[0], entry.kind) if entry.host_s is not None else ():
-                rows.setdefault(name, []).append(entry.host_s)
+            if (host := entry.host_s) is not None:
+                for name in (key, key.rpartition(" | ")[0], entry.kind):
+                    rows.setdefault(name, []).append(host)
         return {name: (median(f for f, _ in row), median(b for _, b in row)) for name, row in rows.items()}
 
     def halves(

@@ -164,7 +164,7 @@ class BatchNorm(torch.autograd.Function):
 def _suits_cudnn(x: Tensor, weight: Tensor | None, eps: float) -> bool:
     """Whether PyTorch leaves batch normalisation of ``x`` to cuDNN (``_select_batch_norm_backend`` in its
     Normalization.cpp)."""
-    large = x.shape[0] > CUDNN_SAMPLES
-    return x.is_cuda and x.dtype == torch.float32 and torch.backends.cudnn.is_acceptable(x) and not (
-        weight is None or eps < CUDNN_EPSILON or large or x.dim() < 4
-    )  # fmt: skip
+    if not x.is_cuda or x.dtype != torch.float32 or x.dim() < 4 or weight is None:
+        return False
+    there: bool = torch.backends.cudnn.is_acceptable(x)  # type: ignore[no-untyped-call]
+    return there and eps >= CUDNN_EPSILON and x.shape[0] <= CUDNN_SAMPLES
