@@ -10,7 +10,7 @@ from flexsearch.cost import Costs
 from flexsearch.search import Evaluation, search
 from flexsearch.search.climb import Climbed
 from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan, Start
-from flexsearch.search.constants import POLISH, WINDOW
+from flexsearch.search.constants import POLISH, SAMPLES_AT, WINDOW
 from flexsearch.search.space import Space
 from tests.test_baselines import cnn, ethernet
 
@@ -37,6 +37,15 @@ def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best(
     assert phases[:3] == [f"from start {k}" for k in range(3)]
     assert phases[3:WINDOW] == ["from random"] * (WINDOW - 3)
     assert phases[WINDOW:] == ["from best", "from random"] * 3
+
+
+def test_the_second_climb_splits_samples_only_from_data_parallelism_on() -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(4)
+    costs = Costs(graph, topology)
+    phases = [trail.phase for trail in search(graph, topology, costs, proposals=40_000, processes=1).trails]
+    assert phases[SAMPLES_AT] == "from data-parallel, samples only" and len(phases) > SAMPLES_AT + 1
+    pinned = search(graph, topology, costs, proposals=40_000, processes=1, pins=["*: batch=2"])
+    assert not any("samples" in trail.phase for trail in pinned.trails)
 
 
 def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:
@@ -73,8 +82,8 @@ def test_what_polishing_leaves_goes_to_other_climbs() -> None:
 
 def test_a_search_of_so_many_proposals_ends_in_a_local_optimum() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    result = search(graph, topology, Costs(graph, topology), proposals=60_000, processes=1)
-    assert result.locally_optimal and result.proposals <= 60_000
+    result = search(graph, topology, Costs(graph, topology), proposals=40_000, processes=1)
+    assert result.locally_optimal and result.proposals <= 40_000
     assert any(trail.phase.endswith(POLISHED) for trail in result.trails)
 
 

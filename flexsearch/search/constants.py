@@ -95,6 +95,9 @@ FULL: Final = 8
 """Blocks are hosts, or parts of so many devices of larger ones. Taken: what larger servers hold."""
 FOLDED_STARTS: Final = 3
 """Starts for each of them, the best ones. Taken."""
+SAMPLES_AT: Final = 1
+"""Before climb SAMPLES_AT there is one from data parallelism that splits samples only, in the space of FlexFlow's
+released code. Measured: search_quality, networks (ResNet-101 and NMT on 64)."""
 UNFOLD_S: Final = 1.0
 UNFOLDING: Final = 20
 """A folded climb evaluates its best plan unfolded so often (s), or after so many times what that takes. Of no influence
