@@ -13,7 +13,7 @@ from flexsearch.search.chain import Chain
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.constants import COARSE_CHAINS, EXCESS, FIRST, GAIN
 from flexsearch.search.evaluate import Evaluation
-from flexsearch.search.moves import draw
+from flexsearch.search.moves import REPEATED, SHARD, SWAP, draw
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.depth import unrolled
@@ -101,6 +101,8 @@ def test_a_chain_may_draw_configs_that_split_samples_only(coarse: bool) -> None:
                  for k in range(count)]  # fmt: skip
         split[samples] = {op.roles[axis] for op, config in drawn for axis, n in config.degrees if n > 1}
         assert len({config.devices for _, config in drawn}) > len(topology.devices)
+        rates = np.diff(climber.chain._moves.often, prepend=0.0)
+        assert bool(rates[[SHARD, SWAP]].any()) == (not samples and not coarse) and rates[REPEATED] > 0
     assert split[True] == {"sample"} and len(split[False]) > 1
 
 

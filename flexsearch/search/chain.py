@@ -28,7 +28,7 @@ from flexsearch.search.constants import (
     WORTH,
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
-from flexsearch.search.move_tables import coarse_moves, make_moves
+from flexsearch.search.move_tables import coarse_moves, make_moves, samples_moves
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.search.requests import COARSE_FIRST, SAMPLES_FIRST, Requests
 from flexsearch.search.space import Space
@@ -69,8 +69,8 @@ class Chain:
         self.evaluate, self.space = evaluate, space
         self._requests = Requests(space, seed)
         self._simulator: DeltaSimulator | None = None
-        self._tables: tuple[Moves, Moves]
-        """For chains over single operators, and for coarse ones."""
+        self._tables: tuple[Moves, Moves, Moves]
+        """For chains over single operators, for coarse ones, and for those over single ones that split samples only."""
         self._moves: Moves
         self._draws: Draws
         self._schedule: Schedule
@@ -84,10 +84,10 @@ class Chain:
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
         proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only. ``samples``:
-        it draws from configs that split samples at most."""
+        it draws from configs that split samples at most, and shards no weights."""
         simulator = self.evaluate.at(configs)
         self._attach(simulator)
-        self._moves = self._tables[coarse]
+        self._moves = self._tables[1 if coarse else 2 if samples else 0]
         self._draws = self._make_draws(generation, coarse, samples)
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         self._schedule = Schedule(
@@ -180,7 +180,7 @@ class Chain:
         """Work with the templates of this simulator from now on."""
         if self._simulator is not simulator:
             fine = make_moves(self.space, simulator.templates.alike)
-            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
+            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space), samples_moves(fine))
             if self.space.rule is not None:
                 simulator.templates.ruled()
 
