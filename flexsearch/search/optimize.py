@@ -30,7 +30,7 @@ from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan, Start
-from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SAMPLES_AT, SIMPLER, SIMPLIFYING, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SAMPLES_AT, SAMPLES_FROM, SIMPLER, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster
@@ -253,8 +253,8 @@ class _Run:
         if folded and whole and whole[0].rank < order[0].rank:
             order.insert(0, whole.pop(0))
         order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
-        parallel = self.starts["data-parallel"]
-        if self.rule is None and parallel.configs in distinct:
+        parallel, many = self.starts["data-parallel"], len(self.topology.devices) >= SAMPLES_FROM
+        if many and self.rule is None and parallel.configs in distinct:
             start = Start("data-parallel, samples only", parallel.configs, parallel.evaluation, samples=True)
             order.insert(SAMPLES_AT, start)
         self._schedule = ClimbSchedule(
