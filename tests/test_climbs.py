@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from flexsearch.cost import Costs
-from flexsearch.search import Evaluation, search
-from flexsearch.search.climb import Climbed
+from flexsearch.search import Evaluation, optimize, search
+from flexsearch.search.budget import Budget
+from flexsearch.search.climb import Climb, Climbed
 from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan, Start
-from flexsearch.search.constants import POLISH, WINDOW
-from flexsearch.search.space import Space
+from flexsearch.search.constants import POLISH, SAMPLES_AT, SAMPLES_FROM, WINDOW
+from flexsearch.search.space import Rule, Space
+from flexsearch.strategy import Options
 from tests.test_baselines import cnn, ethernet
 
 PATIENCE = 100
@@ -37,6 +40,24 @@ def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best(
     assert phases[:3] == [f"from start {k}" for k in range(3)]
     assert phases[3:WINDOW] == ["from random"] * (WINDOW - 3)
     assert phases[WINDOW:] == ["from best", "from random"] * 3
+
+
+def test_on_many_devices_the_second_climb_splits_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimize.Workers, "work", lambda self: None)
+
+    def climbs(devices: int, rule: Rule | None = None) -> list[Climb | None]:
+        graph, topology = cnn(batch=SAMPLES_FROM, hidden=512), ethernet(devices)
+        costs, budget = Costs(graph, topology), Budget(None, 10**6)
+        run = optimize._Run(graph, topology, costs, Options(), 0, rule, budget, None)
+        run.begin(None)
+        run.go(1)
+        return [run._schedule.plan(k, []) for k in range(WINDOW)]
+
+    many = [(climb.samples, climb.phase, climb.replicas) for climb in climbs(SAMPLES_FROM) if climb is not None]
+    assert many.pop(SAMPLES_AT) == (True, "from data-parallel, samples only", 1)
+    assert many and not any(samples for samples, _, _ in many)
+    for few in (climbs(SAMPLES_FROM // 2), climbs(SAMPLES_FROM, lambda operator, config: config)):
+        assert not any(climb is not None and climb.samples for climb in few)
 
 
 def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:

@@ -105,7 +105,7 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
     assert found_s <= result.simulation.makespan_s <= found_s * (1 + SIMPLER)
 
 
-def test_when_a_search_turns_to_polishing() -> None:
+def test_when_a_search_turns_to_its_best_plan() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     budget = Budget(100.0, None)
     run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
@@ -116,37 +116,50 @@ def test_when_a_search_turns_to_polishing() -> None:
     good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
     other = Climbed(1, "from fsdp", start, Evaluation(seconds * 3 / 4, 0.0))
     with pytest.raises(Turn) as turn:
-        run._turn_to_polishing([good, other], here=1)
+        run._turn_to_best([good, other], here=1, polish=True)
     climb = turn.value.plan(2)
     assert climb.phase == "from megatron, polished" and climb.configs == start and climb.patience == 0
-    assert run._polishing == 2 and len(run._schedule._planned) == 3 and run._schedule._turns == 1
+    assert run._turned == 2 and len(run._schedule._planned) == 3 and run._schedule._turns == 1
     good.polishing = True  # in another process
-    run._turn_to_polishing([good, other], here=1)
-    assert run._polishing == 2
-    run._turn_to_polishing([good, other], here=0)  # here: no other climb takes its place
-    assert run._polishing == 0
-    good.polishing, good.optimal = False, True
-    run._turn_to_polishing([good, other], here=1)
-    run._turn_to_polishing([Climbed(0, "", start, Evaluation(seconds * 2, 0.0))], here=0)  # worse than a baseline
+    run._turn_to_best([good, other], here=1, polish=True)
+    assert run._turned == 2
+    run._turn_to_best([good, other], here=0, polish=True)  # here: no other climb takes its place
+    assert run._turned == 0
+    good.polishing = False
+    run._turn_to_best([good, other], here=0, polish=False)  # its own chain may go on
+    with pytest.raises(Turn) as turn:
+        run._turn_to_best([good, other], here=1, polish=False)
+    climb = turn.value.plan(3)
+    assert climb.phase == "from best" and climb.configs == start and climb.patience == 1 and not climb.coarse
+    assert climb.best == good.evaluation and run._turned == 3
+    good.optimal = True
+    run._turn_to_best([good, other], here=1, polish=True)
+    worse = Climbed(0, "", start, Evaluation(seconds * 2, 0.0))  # than a baseline
+    run._turn_to_best([worse], here=0, polish=True)
     assert budget.left(50.0, 10.0) == 0.0 and budget.left(70.0, 0.0) == 30.0 and budget.left(50.0, 35.0) == 50.0
     assert Budget(100.0, 10**9).left(99.0, 0.0) == 0.0 == Budget(None, 10**9).left(99.0, 99.0)
 
 
-def test_polishing_waits_until_there_seems_to_be_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_goes_on_from_the_best_plan_where_time_is_short_for_polishing(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
     run.begin(None)
+    run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._seen = Evaluation(run.best.evaluation.time_s / 2, 0.0)
-    found = {0: Climbed(0, "chain", run.best.configs, run._seen)}
+    found = {k: Climbed(k, "chain", run.best.configs, Evaluation(run._seen.time_s * (k + 1), 0.0)) for k in (0, 1)}
     monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 80.0)
     run.improved = run.began + 79.0
     enough = int(80 / 20 * ENOUGH * run.climber.space.alternatives_on_blocks)
     found[0].proposals = enough - 5
     run._look(found, 0)
+    with pytest.raises(Turn) as turn:
+        run._look(found, 1)
+    assert turn.value.plan(2).patience
     found[0].proposals = enough + 5
-    with pytest.raises(Turn):  # its schedule is not asked yet
+    with pytest.raises(Turn) as turn:
         run._look(found, 0)
-    run._polishing = 0
+    assert not turn.value.plan(3).patience
+    run._turned = 0
     run._look(found, 0)
 
 

@@ -28,9 +28,9 @@ from flexsearch.search.constants import (
     WORTH,
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
-from flexsearch.search.move_tables import coarse_moves, make_moves
+from flexsearch.search.move_tables import coarse_moves, make_moves, samples_moves
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
-from flexsearch.search.requests import COARSE_FIRST, Requests
+from flexsearch.search.requests import COARSE_FIRST, SAMPLES_FIRST, Requests
 from flexsearch.search.space import Space
 from flexsearch.search.step import (
     ASK,
@@ -69,8 +69,8 @@ class Chain:
         self.evaluate, self.space = evaluate, space
         self._requests = Requests(space, seed)
         self._simulator: DeltaSimulator | None = None
-        self._tables: tuple[Moves, Moves]
-        """For chains over single operators, and for coarse ones."""
+        self._tables: tuple[Moves, Moves, Moves]
+        """For chains over single operators, for coarse ones, and for those over single ones that split samples only."""
         self._moves: Moves
         self._draws: Draws
         self._schedule: Schedule
@@ -79,15 +79,16 @@ class Chain:
 
     def begin(
         self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int,
-        coarse: bool = False,
+        coarse: bool = False, samples: bool = False,
     ) -> None:  # fmt: skip
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
-        proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
+        proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only. ``samples``:
+        it draws from configs that split samples at most, and shards no weights."""
         simulator = self.evaluate.at(configs)
         self._attach(simulator)
-        self._moves = self._tables[coarse]
-        self._draws = self._make_draws(generation, coarse)
+        self._moves = self._tables[1 if coarse else 2 if samples else 0]
+        self._draws = self._make_draws(generation, coarse, samples)
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         self._schedule = Schedule(
             freedom=_one(len(self.space.parts if coarse else self.space.leaders)), excess=np.array(excess),
@@ -105,13 +106,14 @@ class Chain:
             better_s=np.zeros(LOGGED), better_step=np.zeros(LOGGED, np.uint64), better_move=np.zeros(LOGGED, np.uint64),
         )  # fmt: skip
 
-    def _make_draws(self, generation: int, coarse: bool) -> Draws:
+    def _make_draws(self, generation: int, coarse: bool, samples: bool) -> Draws:
         operators = len(self.space.graph.operators)
         number = generation % SETS + SETS * (generation // RENEWED)
         many = min(MOST_OF_CLASS, 1 + COARSE_CANDIDATES // len(self.space.parts)) if coarse else CANDIDATES
+        first = SAMPLES_FIRST if samples else COARSE_FIRST if coarse else 0
         return Draws(
             uniform=np.zeros((ROWS, UNIFORMS)), row=_count(ROWS), move=_count(0),
-            first_candidate=_count((COARSE_FIRST if coarse else 0) + many * number), candidates=_count(many),
+            first_candidate=_count(first + many * number), candidates=_count(many),
             half=np.full(operators, 2, np.uint8),
         )  # fmt: skip
 
@@ -178,7 +180,7 @@ class Chain:
         """Work with the templates of this simulator from now on."""
         if self._simulator is not simulator:
             fine = make_moves(self.space, simulator.templates.alike)
-            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
+            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space), samples_moves(fine))
             if self.space.rule is not None:
                 simulator.templates.ruled()
 

@@ -38,9 +38,9 @@ class Climb:
     """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best plan known to the search when
     it was planned. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum.
-    ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first;
-    the descent is then over classes of operators only. ``replicas``: into how many equal blocks plans are folded,
-    if the start can be."""
+    ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first,
+    and no descent over single operators follows. ``replicas``: into how many equal blocks plans are folded, if the
+    start can be. ``samples``: chains draw from configs that split samples at most."""
 
     index: int
     stream: int
@@ -52,6 +52,7 @@ class Climb:
     patience: int = 1
     coarse: bool = False
     replicas: int = 1
+    samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +147,22 @@ class Climber:
             self._chain(climb, rng, done, watch)
         if climb.optimal and done.configs == start:
             done.optimal = True
-        else:
-            self._polish(climb, done, watch, climb.proposals - done.proposals, classes_only=climb.coarse)
+        elif not climb.coarse:
+            self._polish(climb, done, watch, climb.proposals - done.proposals, classes_only=False)
         watch(done)
         return done
 
     def _coarse(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
         """Chains over whole classes of operators: first from the climb's start, then from the best plan so far. Then
-        greedy descent over classes, which finds what alternates."""
+        greedy descent over classes, which finds what alternates; not where samples only are split, as it splits all."""
         for _ in range(COARSE_CHAINS):
             before = done.evaluation
             self._chain(climb, rng, done, watch, coarse=True)
             if done.evaluation.cost > (1.0 - GAIN) * before.cost:
                 break
-        most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
-        self._polish(climb, done, watch, most, classes_only=True)
+        if not climb.samples:
+            most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
+            self._polish(climb, done, watch, most, classes_only=True)
 
     @staticmethod
     def _coarse_patience(climb: Climb) -> int:
@@ -172,7 +174,7 @@ class Climber:
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = min(done.evaluation, climb.best, key=by_rank)
         patience = self._coarse_patience(climb) if coarse else self.patience * climb.patience
-        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
+        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse, climb.samples)
         done.curve.append((done.proposals, self.chain.cost))
         ended, before, accepted, looked = False, done.proposals, done.accepted, 0.0
 

@@ -21,12 +21,14 @@ POLISHED: Final = ", polished"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A plan to start from, and into how many blocks it is folded. ``evaluation``: of the plan as it is folded."""
+    """A plan to start from, and into how many blocks it is folded. ``evaluation``: of the plan as it is folded.
+    ``samples``: as of ``Climb``."""
 
     name: str
     configs: Configs
     evaluation: Evaluation
     replicas: int = 1
+    samples: bool = False
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -56,7 +58,7 @@ class ClimbSchedule:
         self.proposals, self.patience, self.before = proposals, patience, before
         self._planned: list[int] = []
         self._turns = 0
-        """Climbs that took the place of others, to polish."""
+        """Climbs that took the place of others, to go on from the best plan."""
 
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
         """What climb ``index`` does. Each start has its turn, then random plans; from climb WINDOW on, every second one
@@ -83,13 +85,15 @@ class ClimbSchedule:
             return Climb(
                 index, stream, "from best", best.configs, count, known, optimal, patience, replicas=replicas
             )  # fmt: skip
+        samples = False
         if at < len(self.order):
             start = self.order[at]
-            name, configs, replicas = start.name, start.configs, start.replicas
+            name, configs, replicas, samples = start.name, start.configs, start.replicas, start.samples
         else:
             name, configs, replicas = "random", None, self.folds[(at - len(self.order)) % len(self.folds)]
         return Climb(
-            index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True, replicas=replicas
+            index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True, replicas=replicas,
+            samples=samples,
         )  # fmt: skip
 
     def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:
@@ -102,11 +106,13 @@ class ClimbSchedule:
         phase = next((c.phase for c in ended if c.configs == best.configs), f"from {self.found_in}")
         return self._polish(index, phase, best, left)
 
-    def turn(self, index: int, best: Climbed) -> Climb:
-        """Polish what a climb has found, in the place of climb ``index``."""
+    def turn(self, index: int, best: Climbed, polish: bool) -> Climb:
+        """Go on from what a climb has found, in the place of climb ``index``: with a chain, or only ``polish`` it."""
         self._turns += 1
         self._planned.append(0)
-        return self._polish(index, best.phase, Plan(best.configs, best.evaluation), sys.maxsize)
+        if polish:
+            return self._polish(index, best.phase, Plan(best.configs, best.evaluation), sys.maxsize)
+        return Climb(index, self.before + index, "from best", best.configs, sys.maxsize, best.evaluation)
 
     def _polish(self, index: int, phase: str, best: Plan, proposals: int) -> Climb:
         phase = f"{phase.removesuffix(POLISHED)}{POLISHED}"

@@ -30,7 +30,7 @@ from flexsearch.search.budget import Budget, cores
 from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan, Start
-from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SIMPLER, SIMPLIFYING, WINDOW
+from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SAMPLES_AT, SAMPLES_FROM, SIMPLER, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster
@@ -165,8 +165,8 @@ class _Run:
         self._said = 0.0
         self._seen: Evaluation | None = None
         self._processes = 1
-        self._polishing: int | None = None
-        """The climb of this process that polishes the best plan."""
+        self._turned: int | None = None
+        """The climb of this process that goes on from the best plan, as the time is nearly over."""
 
     # ---- the starts
 
@@ -253,6 +253,10 @@ class _Run:
         if folded and whole and whole[0].rank < order[0].rank:
             order.insert(0, whole.pop(0))
         order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
+        parallel, many = self.starts["data-parallel"], len(self.topology.devices) >= SAMPLES_FROM
+        if many and self.rule is None and parallel.configs in distinct:
+            start = Start("data-parallel, samples only", parallel.configs, parallel.evaluation, samples=True)
+            order.insert(SAMPLES_AT, start)
         self._schedule = ClimbSchedule(
             order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
         )
@@ -267,14 +271,14 @@ class _Run:
         return reason
 
     def _look(self, found: dict[int, Climbed], here: int | None) -> None:
-        """Say how it goes; end the search if the time is over, and turn to polishing if it nearly is. ``here``: the
+        """Say how it goes; end the search if the time is over, and turn to the best plan if it nearly is. ``here``: the
         climb of this process."""
         now, climbs = time.monotonic(), list(found.values())
         best = min((c.evaluation for c in climbs), key=by_rank, default=self.best.evaluation)
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
-        polishing = here is not None and here == self._polishing
-        waits = polishing or not best.feasible  # then it goes on to the end
+        turned = here is not None and here == self._turned
+        waits = turned or not best.feasible  # then it goes on to the end
         reason = self.budget.ended(now - self.began, 0.0 if waits else now - self.improved)
         total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
@@ -284,24 +288,28 @@ class _Run:
         if reason:
             raise _Stop(reason)
         left_s = self.budget.left(now - self.began, now - self.improved)
-        rate = total / max(now - self.began, 1e-9) / self._processes
-        if not polishing and rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks:
-            self._turn_to_polishing(climbs, here)
+        if left_s and not turned:
+            rate = total / max(now - self.began, 1e-9) / self._processes
+            polish = rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks
+            self._turn_to_best(climbs, here, polish)
 
-    def _turn_to_polishing(self, climbs: list[Climbed], here: int | None) -> None:
-        """Raise Turn, to polish the best plan, unless one as good is a local optimum or on its way there."""
+    def _turn_to_best(self, climbs: list[Climbed], here: int | None, polish: bool) -> None:
+        """Raise Turn, to polish the best plan, unless one as good is a local optimum or on its way there; or if there
+        is no time for that, to go on from it with a chain, unless the climb of this process has found it."""
         best = min(climbs, key=lambda c: (*by_rank(c.evaluation), not c.optimal, not c.polishing), default=None)
         if best is None or best.optimal or better(self.best.evaluation, best.evaluation):
             return
         if best.polishing:
-            self._polishing = here if best.index == here else self._polishing
+            self._turned = here if best.index == here else self._turned
+            return
+        if not polish and best.index == here:
             return
 
-        def polish(index: int) -> Climb:
-            self._polishing = index
-            return self._schedule.turn(index, best)
+        def turn(index: int) -> Climb:
+            self._turned = index
+            return self._schedule.turn(index, best, polish)
 
-        raise Turn(polish)
+        raise Turn(turn)
 
     # ---- the result
 
