@@ -217,8 +217,8 @@ class _Compiler:
                 self._deliver_one(transport)
 
     def _add_up(self, s: int, m: int) -> None:
-        """Bring gradients to the layout of the producer where nothing moves for it on this device: the sum over the
-        readers is there once, rather than each of its terms until the producer's backward pass."""
+        """Bring gradients to the layout of the producer where nothing is received for it on this device: the sum over
+        the readers is there once, rather than each of its terms until the producer's backward pass."""
         for leaf in self.segments[s].leaves:
             if leaf.gradient is None or leaf.gradient.kind != "edge gradient" or (
                 self._weight_of_edge(leaf.gradient) is not None
@@ -228,7 +228,8 @@ class _Compiler:
             transport = Transport("backward", e, m)
             if self.fusion.segment_of[self.lowered.edges[e].readers[0][0]] != s:
                 continue  # one that runs later adds to them
-            if self.fusion.active(transport) and self.fusion.arrives(transport) and not self._moves(transport):
+            received = any(self.device in x.receivers for x in reshard_of(self.lowered, transport).exchanges)
+            if self.fusion.active(transport) and self.fusion.arrives(transport) and not received:
                 self._finish(transport)
 
     def _moves(self, transport: Transport) -> bool:

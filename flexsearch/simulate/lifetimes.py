@@ -32,8 +32,8 @@ last moment, both included. These are the spans:
   unpacked where the first of them is read.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
-  backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
-  there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
+  backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
+  device, else where it is put together: there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
@@ -67,7 +67,7 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import differentiate, distribute, land, note_given, put_together
 from flexsearch.simulate.spans import (
@@ -89,7 +89,6 @@ from flexsearch.simulate.spans import (
 )
 from flexsearch.strategy import OVER_ALL, States
 
-_MOVES = TAKES_PART | TAKES_PART_AGAIN | RECEIVES
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
 
 
@@ -222,6 +221,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """Gradients of an activation: as its readers make them, and in the layout of its producer."""
     wiring, program = sources.wiring, sources.program
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
+    for d in range(np.uint64(spans.born.shape[0])):
+        spans.born[d] = 0
     for place in range(last - first):  # the last reader's backward runs first
         k = last - ONE - place
         slot = np.uint64(wiring.tensor_slot[k])
@@ -234,8 +235,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
 
 @lean
 def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: Spans) -> None:
-    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. Where
-    nothing moves for it, they are added to those of edges before, and let go."""
+    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. They are
+    added to those of edges before, and let go: at once, or where something is received, when it is put together."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
     used = until = sent
@@ -250,11 +251,19 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
-        there = spans.arrived[place, d] != 0
-        if holder > ZERO and not (there and role & _MOVES == 0):
+        total = np.uint64(spans.arrived[place, d])
+        if holder > ZERO and total == ZERO:
             prolong(spans, holder, until)
-            if not there:
-                spans.arrived[place, d] = holder
+            spans.arrived[place, d] = holder
+        elif holder > ZERO and role & RECEIVES:
+            joined = put_together(sources.units, sent, used)
+            if np.uint64(spans.first[holder - ONE]) == joined and spans.born[d] == 1:
+                spans.size[0] = holder - ONE  # one after the other
+            elif np.uint64(spans.first[holder - ONE]) == joined:
+                spans.born[d] = 1
+            prolong(spans, holder, joined)
+        elif holder > ZERO:
+            spans.first[total - ONE] = min(np.uint64(spans.first[total - ONE]), now)
 
 
 # ---- weights

@@ -106,7 +106,8 @@ class Spans(NamedTuple):
     Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
     in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
     ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
-    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
+    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there; of
+    an activation, whether (1) one is put together to be added. ``low``,
     ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it, or whether its
     gradient of an edge is used.
     """
