@@ -256,12 +256,12 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
             prolong(spans, holder, until)
             spans.arrived[place, d] = holder
         elif holder > ZERO and role & RECEIVES:
-            joined = put_together(sources.units, sent, used)
-            if np.uint64(spans.first[holder - ONE]) == joined and spans.born[d] == 1:
+            prolong(spans, holder, put_together(sources.units, sent, used))
+            made = used > sent and landings.staged[row] + landings.staged_again[row] > 0
+            if made and spans.born[d] == 1:
                 spans.size[0] = holder - ONE  # one after the other
-            elif np.uint64(spans.first[holder - ONE]) == joined:
+            elif made:
                 spans.born[d] = 1
-            prolong(spans, holder, joined)
         elif holder > ZERO:
             spans.first[total - ONE] = min(np.uint64(spans.first[total - ONE]), now)
 
