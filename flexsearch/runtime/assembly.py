@@ -98,16 +98,16 @@ def assemble(
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device, image)))
         copied = len(pieces) != 1 or pieces[0].box != step.destination[k].box
         fresh.append(_true if copied else _is_whole if pieces[0].arrived else _false)
-    if instruction.adds:
-        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image)
     owns = instruction.owns
+    if instruction.adds:
+        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image, owns)
 
     def run() -> None:
         for slot, take in results:
             result = take()
             if image:
                 result = preferred(result)
-            if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
+            if owns and not _is_whole(result):
                 result = result.clone()
             values[slot] = result
 
@@ -115,7 +115,7 @@ def assemble(
 
 
 def _adding(
-    values: Values, results: Sequence[tuple[Slot, Take, Callable[[Tensor], bool]]], image: bool
+    values: Values, results: Sequence[tuple[Slot, Take, Callable[[Tensor], bool]]], image: bool, owns: bool
 ) -> Action:  # fmt: skip
     """Add to a gradient: in the memory of the result where that is its own, and not a view of more or of what others
     read. ``image``: whether it lies in the memory format of images."""
@@ -124,7 +124,7 @@ def _adding(
         for slot, take, own in results:
             result, before = preferred(take()) if image else take(), values[slot]
             if before is None:
-                values[slot] = result
+                values[slot] = result.clone() if owns and not _is_whole(result) else result
             else:
                 values[slot] = result.add_(before) if own(result) else before + result
 

@@ -180,6 +180,17 @@ class _Compiler:
             for _, name in segment.exports:
                 if name in self.lowered.result_edges:
                     self.emit(Add(self.slot(Key("home", name, m)), self._total(name)))
+        for _, name in segment.exports:
+            for e in self.lowered.edges_of[name] if not again else ():
+                self._cut(Transport("forward", e, m))
+
+    def _cut(self, transport: Transport) -> None:
+        """Cut out what only the backward pass reads of a value that is made here, as the whole of it would else live
+        until then."""
+        if self.fusion.waits(transport.key) and not self._receives(transport) and (
+            self.fusion.active(transport) and self.fusion.arrives(transport)
+        ):
+            self._finish(transport)
 
     def _backward(self, s: int, m: int, kind: TaskKind) -> None:
         segment = self.segments[s]
@@ -228,9 +239,12 @@ class _Compiler:
             transport = Transport("backward", e, m)
             if self.fusion.segment_of[self.lowered.edges[e].readers[0][0]] != s:
                 continue  # one that runs later adds to them
-            received = any(self.device in x.receivers for x in reshard_of(self.lowered, transport).exchanges)
-            if self.fusion.active(transport) and self.fusion.arrives(transport) and not received:
+            if self.fusion.active(transport) and self.fusion.arrives(transport) and not self._receives(transport):
                 self._finish(transport)
+
+    def _receives(self, transport: Transport) -> bool:
+        """Whether this device gets something from another one in a transport."""
+        return any(self.device in exchange.receivers for exchange in reshard_of(self.lowered, transport).exchanges)
 
     def _moves(self, transport: Transport) -> bool:
         """Whether this device takes part in a communication of a transport."""
@@ -453,11 +467,13 @@ class _Compiler:
                     self._deliver_one(Transport("synchronise", w, m))
 
     def _saved(self, transport: Transport) -> bool:
-        """Whether kernels read an activation that the transport brings, and may save it: views would keep all that they
-        are cut from."""
+        """Whether kernels read an activation that the transport brings, and may save it, or the second half of a
+        backward pass waits for the gradient that it brings: views would keep all that they are cut from."""
+        edge, graph = self.lowered.edges[transport.key], self.lowered.graph
+        if transport.purpose == "backward":
+            return self.segments[self.fusion.segment_of[graph.producer[edge.tensor]]].halves
         if transport.purpose not in ("forward", "recompute"):
             return False
-        edge, graph = self.lowered.edges[transport.key], self.lowered.graph
         operators = [graph.operators[reader] for reader, _ in edge.readers]
         return graph.tensor[edge.tensor].kind == "activation" and not all(kind_of(op).is_free(op) for op in operators)
 
