@@ -26,8 +26,8 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """A region that is added to a result. ``term``: order of summation; ``arrived``: in a message, that nobody else
-    reads."""
+    """A region that is added to a result. ``term``: order of summation; ``arrived``: in a message, or
+    kept: nobody else reads it."""
 
     term: int
     box: Box
@@ -181,11 +181,12 @@ def _pieces(
     for m, move in enumerate(step.local):
         held = step.source[move.source]
         if held.device == rank and move.destination == destination:
-            if m in instruction.kept:
+            kept = m in instruction.kept
+            if kept:
                 take = source(values, instruction.kept[m], move.box, move.box, dtype, wire.device)
             else:
                 take = source(values, instruction.sources[move.source], held.box, move.box, dtype, wire.device)
-            pieces.append(Piece(held.term, move.box, take))
+            pieces.append(Piece(held.term, move.box, take, kept))
     return sorted(pieces, key=lambda piece: (piece.term, piece.box))
 
 
@@ -198,10 +199,15 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
     if len(pieces) == 1 and pieces[0].box == box:
         return pieces[0].take
     if pieces and all(piece.box == box for piece in pieces):
-        first, second, *others = (piece.take for piece in pieces)
+        (first, own), (second, also), *rest = ((piece.take, piece.arrived) for piece in pieces)
+        others = [take for take, _ in rest]
 
         def total() -> Tensor:
-            result = first() + second()
+            result, other = first(), second()
+            if own and _is_whole(result):
+                result += other
+            else:
+                result = other.add_(result) if also and _is_whole(other) else result + other
             for take in others:
                 result += take()
             return result

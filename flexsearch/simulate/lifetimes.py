@@ -41,6 +41,9 @@ last moment, both included. These are the spans:
   backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
   until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
   later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
+  What the last bucket of a stage brings is added where the next microbatch sends its first one, or by the update; the
+  part that stays lives as long, beside the sum, and where there is one stage, so that ranks send little else, the
+  message that is under way.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -73,6 +76,7 @@ from flexsearch.simulate.copies import differentiate, distribute, land, note_giv
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
+    BUFFERS,
     GATHERED,
     GRADIENT,
     GRADIENTS,
@@ -84,6 +88,7 @@ from flexsearch.simulate.spans import (
     Spans,
     Units,
     add,
+    carry,
     end_of,
     prolong,
 )
@@ -248,7 +253,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
             prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS)
+        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS, False)
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])
@@ -296,17 +301,23 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             if trained and program.flows[slot] != VALUE:
                 itemsize = units.weight_itemsize[w]
                 differentiate(sources, state, program.reader, k, last, template, itemsize, GRADIENTS, spans)
-                sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
-                summed = sent == units.sync_block[w] and sent != units.each_block[w]
-                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, summed, spans)
+                each = sharding >= _GRADIENTS
+                sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
+                added = np.uint64(units.each_added[w] if each else units.added_block[w])
+                summed = not each and sent != units.each_block[w]
+                alone = sharding > ZERO and units.staged[0] == 0
+                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
-def _send_gradients(sources: Sources, template: Any, sent: Any, summed: Any, spans: Spans) -> None:
+def _send_gradients(
+    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, spans: Spans
+) -> None:  # fmt: skip
     """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
-    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches."""
+    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches. If what
+    is received is ``used`` in the next microbatch and they are ``alone``, the message is under way until then."""
     landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
@@ -319,6 +330,10 @@ def _send_gradients(sources: Sources, template: Any, sent: Any, summed: Any, spa
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
+            elif role & TAKES_PART and alone and used < sent:
+                message = spans.nbytes[handle - ONE] - landings.copy[row]
+                if message > 0:
+                    carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)
 
 
 @lean
@@ -332,8 +347,12 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         added = np.uint64(units.each_added[w])
     used = TWO * added if sharding > ZERO else update
     sent, again = TWO * first + ONE, TWO * second + ONE
+    carried = used < sent
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS), update)
+        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
+        if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
+            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent + ONE, sent + ONE)
+            carry(spans, kept, used, True)

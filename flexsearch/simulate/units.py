@@ -139,6 +139,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     for buckets, into in ((table.bucket, once), (table.each, each)):
         for blocks, column in zip(into, columns, strict=True):
             blocks[trained] = column[buckets[trained]]
+    _carry_over(table, each[2])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
@@ -160,6 +161,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
         part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
+        staged=flags([table.stage[table.forward_of].max(initial=0) > 0]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,
         backward_block=backward,
@@ -168,6 +170,20 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
         ready=_ready(table.kind),
     )  # fmt: skip
+
+
+def _carry_over(table: BlockTable, added: Numbers) -> None:
+    """What is sent for each microbatch and ``added`` (by weight) behind all that its stage sends is added where the
+    stage sends its first bucket for the next one."""
+    every = [w for w, (each, once) in enumerate(zip(table.each, table.bucket, strict=True)) if each != once]
+    started = {w: int(table.started_by[table.each[w]]) for w in every}
+    first: dict[int, int] = {}
+    for block in started.values():
+        stage = int(table.stage[block])
+        first[stage] = min(block, first.get(stage, block))
+    for w, block in started.items():
+        if int(added[w]) not in started.values():
+            added[w] = first[int(table.stage[block])]
 
 
 def _ready(kind: npt.NDArray[Any]) -> Numbers:
