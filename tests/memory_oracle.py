@@ -402,7 +402,7 @@ class _Walk:
                         buffer.until(tasks[-1])
                     else:
                         used = max(self._unpacked(purpose, key, device, t) for t in tasks)
-                        if purpose not in _OF_ACTIVATIONS:
+                        if purpose == "synchronise":
                             buffer.until(used)
                         elif used > max(tasks):
                             buffer.used_up = joined[device] = max(joined.get(device, 0), used)

@@ -124,6 +124,7 @@ class _Compiler:
                 if self.device in what.devices:
                     self._start(t, what)
             elif tasks.device[t] == self.device and tasks.kind[t] != TaskKind.SYNCHRONISE:  # not the program's to do
+                self._deliver_earlier(None, t)
                 self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
         self._finish_results()
         for t, what in enumerate(tasks.communication):
@@ -477,18 +478,20 @@ class _Compiler:
         operators = [graph.operators[reader] for reader, _ in edge.readers]
         return graph.tensor[edge.tensor].kind == "activation" and not all(kind_of(op).is_free(op) for op in operators)
 
-    def _deliver_earlier(self, following: Transport, task: int) -> None:
-        """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an
-        earlier microbatch; and those that are to be added before the block of the task, if all ranks have issued them
-        in earlier ones. Their buffers would else wait for the next microbatch or the update."""
+    def _deliver_earlier(self, following: Transport | None, task: int) -> None:
+        """Add gradients of which this device has issued all, before it does ``task``: those that are to be added before
+        the block of the task, if all ranks have issued them in earlier ones; and if it synchronises, as ``following``,
+        those of the same weight or another one and an earlier microbatch. Their buffers would else wait for the
+        update."""
         rows = self.lowered.tasks.identity
         at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
         for transport in [t for t in self.issued if t != following]:
             end, added = self.ends[transport], self.lowered.added_before(transport.key)
             later = rows[end].block < at.block and added <= at.block
-            over = self.place[end] < self.place[task] and (later or transport.microbatch != at.microbatch)
+            earlier = following is not None and transport.microbatch != at.microbatch
+            over = self.place[end] < self.place[task] and (later and transport.microbatch == at.microbatch or earlier)
             over = over and added < update
-            if transport.key != following.key and not over:
+            if (following is None or transport.key != following.key) and not over:
                 continue
             self.issued.remove(transport)
             if self.fusion.arrives(transport):

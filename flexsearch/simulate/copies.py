@@ -188,7 +188,8 @@ def land(
     landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & TAKES_PART else born
-    joined = put_together(sources.units, sent, used) if part == ACTIVATIONS else used
+    apart = part == ACTIVATIONS or (part == COPIES and sources.units.several[1] == 0)
+    joined = put_together(sources.units, sent, used) if apart else used
     if landings.middle[row] > 0:
         add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
     if landings.staged[row] > 0:
@@ -198,7 +199,7 @@ def land(
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
             begin = sent_again
-        if part == ACTIVATIONS and landings.staged[row] + landings.staged_again[row] > 0:
+        if apart and landings.staged[row] + landings.staged_again[row] > 0:
             begin = joined
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO

@@ -28,8 +28,8 @@ last moment, both included. These are the spans:
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if that
   is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. Of weights that are gathered together, to the first that reads its own weight, though all are
-  unpacked where the first of them is read.
+  the copy begins. So with gathered weights, if there is one microbatch: each where it is first read, though those
+  that are gathered together are unpacked where the first of them is.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
@@ -305,7 +305,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
                 added = np.uint64(units.each_added[w] if each else units.added_block[w])
                 summed = not each and sent != units.each_block[w]
-                alone = sharding > ZERO and units.staged[0] == 0
+                alone = sharding > ZERO and units.several[0] == 0
                 _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)

@@ -42,7 +42,7 @@ class Units(NamedTuple):
     the first. By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_shift``, rows from the first microbatch of the batch to
     the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
-    to. ``staged``: (1,) whether there are several stages. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
+    to. ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
     ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps
@@ -87,7 +87,7 @@ class Units(NamedTuple):
     at_hand_bytes: I64
     part: U8
     state_bytes: I64
-    staged: U8
+    several: U8
     update_block: U32
     result_block: U32
     forward_block: U32

@@ -45,7 +45,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
     shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
-    units = make_units(graph, rows.wiring, rows.table, rows.options, shift)
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]))
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
@@ -98,7 +98,9 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 # ---- units
 
 
-def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0) -> Units:
+def make_units(
+    graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0, microbatches: int = 1
+) -> Units:  # fmt: skip
     """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
     microbatch of a device to its last one."""
     rules = _rules(graph)
@@ -161,7 +163,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
         part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
-        staged=flags([table.stage[table.forward_of].max(initial=0) > 0]),
+        several=flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,
         backward_block=backward,
