@@ -29,14 +29,14 @@ class Fusion:
         """The operators of this device, in the order of its forward pass."""
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
+        self.stage_of = lowered.stages.of(len(graph.operators))
         options = lowered.options
-        self.regions = regions_of(graph, options.recompute, lowered.stages.of(len(graph.operators)), options.recompute_blocks)
+        self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
         self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
         takes them itself, so that autograd puts their gradients together."""
         self.used = set(self._used_gradients())
         """Edges of which this device makes a gradient that is used: replicas may leave it to each other."""
-        self.stage_of = lowered.stages.of(len(graph.operators))
         self.early = counting(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
         cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})

@@ -489,7 +489,7 @@ class _Compiler:
             end, added = self.ends[transport], self.lowered.added_before(transport.key)
             later = rows[end].block < at.block and added <= at.block
             earlier = following is not None and transport.microbatch != at.microbatch
-            over = self.place[end] < self.place[task] and (later and transport.microbatch == at.microbatch or earlier)
+            over = self.place[end] < self.place[task] and ((later and transport.microbatch == at.microbatch) or earlier)
             over = over and added < update
             if (following is None or transport.key != following.key) and not over:
                 continue

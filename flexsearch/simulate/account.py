@@ -163,7 +163,9 @@ def enter(account: Account, sign: Any) -> None:
 @lean
 def _carry(account: Account, d: Any, begin: Any, end: Any, nbytes: Any, last: Any, beside: Any) -> None:
     """Enter what begins in each microbatch and ends in the next one, for the final one with the step. ``beside``: it is
-    to be added to a sum, which begins with that of the first microbatch; where there are two, that is left out."""
+    to be added to a sum, which begins with that of the first microbatch; where there are two, that is left out. It is
+    there once it has been cut out of what ends where it begins."""
+    begin = begin + ONE if beside else begin
     final = last if account.schedule.final[0] > ZERO else ZERO
     two = beside and account.schedule.microbatches[0] == TWO
     for which in range(last + ONE):

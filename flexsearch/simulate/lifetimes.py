@@ -33,7 +33,8 @@ last moment, both included. These are the spans:
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
-  device, else where it is put together: there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
+  device, else where it is put together: there is one sum. An operator whose output is its input's memory, all of it
+  once, hands its gradient on as it is.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
@@ -354,5 +355,5 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
             born = sent
         prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
         if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
-            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent + ONE, sent + ONE)
+            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
             carry(spans, kept, used, True)

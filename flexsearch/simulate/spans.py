@@ -42,7 +42,8 @@ class Units(NamedTuple):
     the first. By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_shift``, rows from the first microbatch of the batch to
     the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
-    to. ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
+    to. ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
+    ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
     ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps

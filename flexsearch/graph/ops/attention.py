@@ -112,8 +112,8 @@ class Attention(OperatorKind):
         """Causal rows ``low..high`` of the queries see keys up to ``high`` only: the rest is cut off beforehand.
 
         On a CPU, values with fewer features than queries get zeros behind them, as the kernel that saves no scores
-        takes as many (``attention_narrow``). Its output lies as the queries do: heads inside of positions, so that to merge heads copies
-        nothing.
+        takes as many (``attention_narrow``). Its output lies as the queries do: heads inside of positions, so that to
+        merge heads copies nothing.
         """
         if float(str(op.attributes.get("dropout") or 0)) > 0:
             return _dropping(op, piece, shapes, context)
