@@ -316,7 +316,7 @@ class _Walk:
                                 self.spans.remove(span)
                             elif span.joined >= 0:
                                 added.add((edge.tensor, d))
-                        elif total.first > now.get(d, total.first):
+                        elif d in mine and total.first > now[d]:
                             total.first, total.joined = now[d], -1
         self._synchronise(gradient)
 

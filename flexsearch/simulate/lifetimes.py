@@ -268,7 +268,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
                 spans.size[0] = holder - ONE  # one after the other
             elif made:
                 spans.born[d] = 1
-        elif holder > ZERO:
+        elif holder > ZERO and original > ZERO:
             spans.first[total - ONE] = min(np.uint64(spans.first[total - ONE]), now)
 
 
