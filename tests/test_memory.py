@@ -213,6 +213,24 @@ def test_the_account_of_any_walk_is_that_of_the_plan(name: str, seed: int) -> No
     walk(graph, middling(graph, TOPOLOGIES["slow hosts"]()), seed, 25)
 
 
+def test_a_change_that_lacks_memory_for_several_microbatches_is_noticed() -> None:
+    graph, topology, options = GRAPHS["transformer"](), TOPOLOGIES["slow hosts"](), Options()
+    stages = Stages((0,), (tuple(range(len(topology.devices))),), 8, "gpipe")
+    rng, space = np.random.Generator(np.random.PCG64(1)), Space(graph, topology)
+    configs = space.random_plan(rng)
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    peak = max(m.peak for m in memory(lowering.lower(configs, options, stages)))
+    topology = with_memory(topology, int(1.3 * peak))
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs, stages=stages)
+    assert simulator.missing_memory() == 0.0
+    for _ in range(5):
+        new = propose(rng, space, configs)[1]
+        simulator.propose(differences(new, configs))
+        found = memory(simulator.lowering.lower(new, options, stages))
+        assert simulator.missing_memory() == missing_of(found, topology)
+        simulator.reject()
+
+
 def test_units_that_the_account_overlooks_are_noticed() -> None:
     graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
     space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(3))

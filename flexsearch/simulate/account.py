@@ -70,9 +70,9 @@ def missing_memory(account: Account, sources: Sources, state: State, exact: Any)
     ``account.peak`` is that of the plan in any case."""
     _touch(account, sources, state)
     if account.empty[0] == 0 and not exact:
-        more = np.int64(0)
+        more, times = np.int64(0), np.int64(account.schedule.microbatches[0])  # each of which may hold its own
         for k in range(account.number[0]):
-            more += most_bytes(sources, state, np.uint64(account.touched[k]))
+            more += times * most_bytes(sources, state, np.uint64(account.touched[k]))
         if more <= account.room[0]:
             return 0.0
     # The old spans of all units that differ, then the new ones: compiling would take twice as long with two calls.
