@@ -262,6 +262,7 @@ class _Walk:
         gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
         arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
         home: dict[tuple[str, int], Span] = {}  # (tensor, device) -> the first of them, to which others are added
+        added = set[tuple[str, int]]()  # (tensor, device) of which one is put together to be added
         for i in reversed(range(len(graph.operators))):
             if not graph.has_backward[i]:
                 continue
@@ -305,9 +306,18 @@ class _Walk:
                     )
                     found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
                     for d, span in found.items():
-                        moves = any(("backward", e, x, d) in self.crossing for x in range(len(edge.backward.phases)))
-                        if home.setdefault((edge.tensor, d), span) is span or moves:  # else it is let go
+                        total = home.setdefault((edge.tensor, d), span)
+                        if total is span:
                             arrived[e, d] = span
+                        elif any(d in x.receivers for x in edge.backward.exchanges):  # added where it is put together
+                            crossed = [t for x in range(2) for t in self.crossing.get(("backward", e, x, d), ())]
+                            span.used_up = max(self._unpacked("backward", e, d, t) for t in crossed)
+                            if span.joined >= 0 and (edge.tensor, d) in added:  # one after the other
+                                self.spans.remove(span)
+                            elif span.joined >= 0:
+                                added.add((edge.tensor, d))
+                        elif d in mine and total.first > now[d]:
+                            total.first, total.joined = now[d], -1
         self._synchronise(gradient)
 
     def _synchronise(self, gradient: Mapping[tuple[int, int], Span]) -> None:
@@ -392,7 +402,7 @@ class _Walk:
                         buffer.until(tasks[-1])
                     else:
                         used = max(self._unpacked(purpose, key, device, t) for t in tasks)
-                        if purpose not in _OF_ACTIVATIONS:
+                        if purpose == "synchronise":
                             buffer.until(used)
                         elif used > max(tasks):
                             buffer.used_up = joined[device] = max(joined.get(device, 0), used)

@@ -213,6 +213,24 @@ def test_the_account_of_any_walk_is_that_of_the_plan(name: str, seed: int) -> No
     walk(graph, middling(graph, TOPOLOGIES["slow hosts"]()), seed, 25)
 
 
+def test_a_change_that_lacks_memory_for_several_microbatches_is_noticed() -> None:
+    graph, topology, options = GRAPHS["transformer"](), TOPOLOGIES["slow hosts"](), Options()
+    stages = Stages((0,), (tuple(range(len(topology.devices))),), 8, "gpipe")
+    rng, space = np.random.Generator(np.random.PCG64(1)), Space(graph, topology)
+    configs = space.random_plan(rng)
+    lowering = Lowering(graph, topology, Costs(graph, topology))
+    peak = max(m.peak for m in memory(lowering.lower(configs, options, stages)))
+    topology = with_memory(topology, int(1.3 * peak))
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs, stages=stages)
+    assert simulator.missing_memory() == 0.0
+    for _ in range(5):
+        new = propose(rng, space, configs)[1]
+        simulator.propose(differences(new, configs))
+        found = memory(simulator.lowering.lower(new, options, stages))
+        assert simulator.missing_memory() == missing_of(found, topology)
+        simulator.reject()
+
+
 def test_units_that_the_account_overlooks_are_noticed() -> None:
     graph, topology = mlp(), TOPOLOGIES["slow hosts"]()
     space, rng = Space(graph, topology), np.random.Generator(np.random.PCG64(3))
@@ -236,7 +254,7 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     """Peak of a device, by laying every microbatch's spans out one after the other. What is there once begins with the
     first microbatch for which the device runs the block, and ends with the last; receive buffers end with the first
-    that uses them."""
+    that uses them. What ends before it begins ends in the next microbatch."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
     runs: list[tuple[int, int]] = []
     for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
@@ -261,6 +279,16 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             v = next((w for w in own if w >= moment // 2), own[-1])
             rows.append((v, moment % 2 if v == moment // 2 else 0))
         (a, first), (b, last) = rows
+        if s.last < s.first:  # each microbatch's ends in the next one
+            beside = s.part == "gradients"  # a sum, with the second one of two; cut out of what ends where it begins
+            order = sorted(range(count), key=lambda k: place[a, k])
+            for k, following in zip(order, [*order[1:], None], strict=True):
+                if beside and count == 2 and k == order[0]:
+                    continue
+                change[2 * place[a, k] + first + beside] += s.nbytes
+                if following is not None:
+                    change[2 * place[b, following] + last + 1] -= s.nbytes
+            continue
         if not schedule.once[a] and not schedule.once[b]:
             for k in range(count):
                 add(s.nbytes, (a, k), first, (b, k), last)

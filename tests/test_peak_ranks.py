@@ -12,19 +12,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import memory_peaks
 from flexsearch.api import optimize
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.graph.ops.attention_narrow import narrow_attention
+from flexsearch.graph.ops.class_scores import class_cross_entropy
 from flexsearch.lower import lower_for_ranks
+from flexsearch.lower.actions import Action
 from flexsearch.runtime.held import held_by
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate.memory import memory, spans_of
-from flexsearch.strategy import Options, Strategy
+from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.model import StrategyFile
+from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
 from tests.ranks import pool
@@ -85,6 +90,43 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
     assert measured == pytest.approx(_predicted(imported, plan), rel=error)
 
 
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("decoder", 8),  # values with fewer features than queries
+        ("decoder", 10),  # gradients in several layouts, received and added up
+        ("decoder", 12),  # halves of a backward pass that keep parts of values
+        ("mlp", 16),  # weights gathered far ahead
+        ("mlp", 18),  # gradients kept in parts beside gradients that are kept whole
+        ("images", 0),  # the last bucket of a microbatch
+    ],
+)
+def test_ranks_of_random_plans_hold_what_is_predicted(name: str, number: int) -> None:
+    graph = memory_peaks.imported(name)
+    for row in memory_peaks.peaks(name, number, graph):
+        assert row["ratio"] == pytest.approx(1, abs=memory_peaks.WITHIN), row["rank"]
+
+
+def test_what_a_stage_receives_waits_for_the_pass_before_it() -> None:
+    """The last stage sends gradients of the first microbatch before the middle stage has run the second one forward."""
+    graph = memory_peaks.imported("mlp").graph
+    cluster = Topology.load("ethernet-1g:3")
+    names = [op.name for op in graph.operators]
+    parts = names[:4], names[4:8], names[8:]
+    stages = [Stage(tuple(part), (k,), 1) for k, part in enumerate(parts)]
+    stage = {name: k for k, part in enumerate(parts) for name in part}
+    whole = {op.name: make_config(op, {}, [stage[op.name]]) for op in graph.operators}
+    plan = Strategy.make(graph, cluster, whole, stages=stages, microbatches=2, schedule="1f1b")
+    lowered = lower_for_ranks(graph, plan, cluster, Costs(graph, cluster))
+    tasks = lowered.tasks
+    order = {
+        (what.purpose, tasks.microbatch[t]): t
+        for t, what in enumerate(tasks.communication) if what is not None and what.receivers == (1,)
+    }  # fmt: skip
+    second = [t for t, row in enumerate(tasks.action) if row == Action(1, "F", 1) and tasks.device[t] == 1]
+    assert order["forward", 1] < min(second) <= max(second) < order["backward", 0]
+
+
 def test_gradients_of_a_later_microbatch_are_added_one_by_one() -> None:
     imported, cluster = _imported("mlp"), Topology.load("ethernet-1g:1")
     whole = baseline("single", imported.graph, cluster)
@@ -124,6 +166,25 @@ def test_a_sum_of_gradients_counts_as_autograd_makes_it_without_the_mode_that_co
     with LiveBytes(()) as live:
         torch.autograd.grad(total, leaf)
     assert 8000 <= live.peak < 12000  # the sum and one term
+
+
+def test_values_with_fewer_features_are_kept_as_they_are() -> None:
+    q, k, v = (torch.randn(2, 3, 16, features, requires_grad=True) for features in (8, 8, 4))
+    with LiveBytes((q, k, v)) as live:
+        out = narrow_attention(q, k, v, is_causal=True)
+    assert live.live < out.nbytes + q.nbytes  # the output and a number for each row of scores, no zeros
+    (expected,) = torch.autograd.grad(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), v)
+    assert torch.allclose(torch.autograd.grad(out.sum(), v)[0], expected, atol=1e-6)
+
+
+def test_cross_entropy_makes_one_gradient_as_large_as_the_scores() -> None:
+    scores, target = torch.randn(64, 1000, requires_grad=True), torch.randint(1000, (64,))
+    loss = class_cross_entropy(scores, target, -100, True)
+    with LiveBytes(()) as live:
+        (gradient,) = torch.autograd.grad(loss, scores)
+    assert live.peak < 1.1 * scores.nbytes
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(scores, target, reduction="sum"), scores)
+    assert torch.allclose(gradient, expected, atol=1e-6)
 
 
 def _wide() -> tuple[nn.Module, Tensor, Tensor]:

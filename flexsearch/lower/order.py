@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.rows import COMPUTE, WAIT, Schedule, Segments
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, ISSUE, RECOMPUTE, WAIT, Schedule, Segments
 from flexsearch.lower.taskgraph import Row
 
 Numbers = npt.NDArray[np.int64]
+_PASSES = (FORWARD, BACKWARD, RECOMPUTE)
+"""Kinds of blocks that send activations and their gradients."""
 
 
 class Scheduled(Protocol):
@@ -32,9 +34,10 @@ class Scheduled(Protocol):
 @dataclass(frozen=True)
 class Order:
     """The rows of a plan, those with smaller identities first as far as dependencies allow: with one microbatch, all.
-    With several, devices go through their actions side by side, and a communication stands as soon as what it waits
-    for is done: its sender may go on with an earlier microbatch, whose rows have smaller identities, and must not hold
-    it back until then.
+    With several, devices go through their actions side by side. Once what a communication waits for is done it stands
+    before the next computing of its senders, which may be of an earlier microbatch with smaller identities and must not
+    hold it back; but activations and their gradients stand behind the actions of their receivers that come before the
+    one that waits for them, as far as that goes: they take no memory there until then.
 
     By row: ``microbatch``, ``block``, ``communicates`` and ``number``, its identity; ``rank``, its place by that; of a
     computation its ``device`` and its ``step`` in the segments, of a communication -1 and its number in the segments;
@@ -85,7 +88,8 @@ class _Keys:
 @dataclass(frozen=True)
 class _Steps:
     """The steps of a device that compute or communicate: keys of their rows, steps, actions (numbers on the device),
-    ticks until they are launched; and pairs (waiting row, row that it waits for) of keys."""
+    ticks until they are launched; and keys in pairs: (waiting row, row that it waits for); (communication that it
+    issues, what it computes next). ``used``: (communication that it waits for, number of the action that does)."""
 
     key: Numbers
     step: Numbers
@@ -93,6 +97,9 @@ class _Steps:
     launched: Numbers
     waiting: Numbers
     awaited: Numbers
+    issued: Numbers
+    following: Numbers
+    used: tuple[Numbers, Numbers]
 
 
 def order_of(rows: Scheduled) -> Order:
@@ -120,8 +127,17 @@ def order_of(rows: Scheduled) -> Order:
     several = int(rows.schedule.microbatches[0]) > 1
     rank = np.arange(count)
     if several or (late <= early).any():
-        turn = np.where(communicates == 1, -1, action) if several else np.zeros(count, np.int64)
-        rank = _sorted(turn.tolist(), late, early)
+        sending = _Sending([{} for _ in range(count)], [[] for _ in range(count)])
+        for d, one in enumerate(devices if several else ()):
+            used, sent, after = (np.searchsorted(known, keys) for keys in (one.used[0], one.issued, one.following))
+            np.maximum.at(action, used, one.used[1])
+            for c in np.unique(used).tolist():
+                sending.receivers[c].append(d)
+            for c, n in zip(sent.tolist(), after.tolist(), strict=True):
+                sending.holds[c][n] = None
+        action[np.isin(rows.schedule.kind[block], _PASSES, invert=True) & (communicates == 1)] = -1
+        turn = 2 * action + (communicates == 0) if several else np.zeros(count, np.int64)
+        rank = _sorted(turn.tolist(), device.tolist(), late, early, sending)
         place = np.argsort(rank)
         pairs = np.sort(place[late] * count + place[early])
         late, early = np.divmod(pairs, max(count, 1))
@@ -159,8 +175,14 @@ def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     begin, end = np.searchsorted(waits, before), np.searchsorted(waits, acts)
     later = np.flatnonzero(before >= 0)
     waiting = np.concatenate((np.repeat(key[acts], end - begin), key[acts[later]]))
-    awaited = np.concatenate((key[waits[_ranges(begin, end - begin)]], key[before[later]]))
-    return _Steps(key[acts], step[acts], action[acts], launched, waiting, awaited)
+    received, used = key[waits[_ranges(begin, end - begin)]], np.repeat(action[acts], end - begin)
+    awaited = np.concatenate((received, key[before[later]]))
+    issues, computes = np.flatnonzero(kind == ISSUE), np.flatnonzero(kind == COMPUTE)
+    issues = issues[np.searchsorted(computes, issues) < len(computes)]
+    following = key[computes[np.searchsorted(computes, issues)]]
+    return _Steps(
+        key[acts], step[acts], action[acts], launched, waiting, awaited, key[issues], following, (received, used)
+    )
 
 
 def _ranges(first: Numbers, lengths: Numbers) -> Numbers:
@@ -184,20 +206,57 @@ def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, N
     return following, np.repeat(known[sends], lengths)
 
 
-def _sorted(turn: list[int], late: Numbers, early: Numbers) -> Numbers:
+class _Sending(NamedTuple):
+    """By row, of communications: what their senders compute next (a set), and the devices that wait for them."""
+
+    holds: list[dict[int, None]]
+    receivers: list[list[int]]
+
+
+def _sorted(turn: list[int], device: list[int], late: Numbers, early: Numbers, sending: _Sending) -> Numbers:
     """Rows, given by rank, such that each comes behind those that it waits for; of those that can come next the one
-    with the smallest (turn, rank). Pairs: row ``late[k]`` waits for row ``early[k]``."""
+    with the smallest (turn, rank). Pairs: row ``late[k]`` waits for row ``early[k]``. A communication that can come
+    holds back what its senders compute next; it gives way, once, to others that hold back what its receivers compute
+    in an earlier turn."""
     missing = np.bincount(late, minlength=len(turn)).tolist()
     by_awaited = np.argsort(early, kind="stable")
     readers, first = late[by_awaited].tolist(), np.searchsorted(early[by_awaited], np.arange(len(turn) + 1)).tolist()
-    heap = [(turn[row], row) for row, count in enumerate(missing) if not count]
-    heapq.heapify(heap)
+    heap: list[tuple[int, int]] = []
+    holders: list[dict[int, None]] = [{} for _ in turn]
+    held: dict[int, int] = {}  # device -> what it computes next, if that is held back
     found: list[int] = []
+    done, gave_way = set[int](), set[int]()
+
+    def enter(row: int) -> None:
+        heapq.heappush(heap, (turn[row], row))
+        for other in sending.holds[row]:
+            holders[other][row] = None
+
+    for row, count in enumerate(missing):
+        if not count:
+            enter(row)
     while heap:
         _, row = heapq.heappop(heap)
+        if row in done:
+            continue
+        if holders[row]:
+            held[device[row]] = row
+            continue
+        earlier = [held[d] for d in sending.receivers[row] if d in held and turn[held[d]] < turn[row]]
+        if earlier and row not in gave_way:
+            gave_way.add(row)
+            for entry in [(turn[row], row), *((turn[other], c) for other in earlier for c in holders[other])]:
+                heapq.heappush(heap, entry)
+            continue
         found.append(row)
+        done.add(row)
+        for other in sending.holds[row]:
+            del holders[other][row]
+            if not holders[other] and held.get(device[other]) == other:
+                del held[device[other]]
+                heapq.heappush(heap, (turn[other], other))
         for reader in readers[first[row] : first[row + 1]]:
             missing[reader] -= 1
             if not missing[reader]:
-                heapq.heappush(heap, (turn[reader], reader))
+                enter(reader)
     return np.array(found, np.int64)

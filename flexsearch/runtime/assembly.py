@@ -26,11 +26,13 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """A region that is added to a result. ``term``: order of summation."""
+    """A region that is added to a result. ``term``: order of summation; ``arrived``: in a message, or
+    kept: nobody else reads it."""
 
     term: int
     box: Box
     take: Take
+    arrived: bool = False
 
 
 def dtype_of_transport(lowered: Lowered, transport: Transport) -> torch.dtype:
@@ -83,7 +85,7 @@ def assemble(
     """Put the results of a phase together. ``pictures``: tensors in the memory format of images."""
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
-    results, fresh = [], []
+    results, fresh = [], list[Callable[[Tensor], bool]]()
     if instruction.refills:
         parts = {k: _pieces(values, lowered, rank, instruction, wire, k) for k in instruction.results}
         return _refilling(
@@ -94,36 +96,52 @@ def assemble(
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
         results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device, image)))
-        fresh.append(len(pieces) != 1 or pieces[0].box != step.destination[k].box)
-    if instruction.adds:
-        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image)
+        copied = len(pieces) != 1 or pieces[0].box != step.destination[k].box
+        fresh.append(_true if copied else _is_whole if pieces[0].arrived else _false)
     owns = instruction.owns
+    if instruction.adds:
+        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image, owns)
 
     def run() -> None:
         for slot, take in results:
             result = take()
             if image:
                 result = preferred(result)
-            if owns and result.untyped_storage().nbytes() != result.numel() * result.itemsize:
+            if owns and not _is_whole(result):
                 result = result.clone()
             values[slot] = result
 
     return run
 
 
-def _adding(values: Values, results: Sequence[tuple[Slot, Take, bool]], image: bool) -> Action:
-    """Add to a gradient: in the memory of the result where that is its own, and not a view of what was received.
-    ``image``: whether it lies in the memory format of images."""
+def _adding(
+    values: Values, results: Sequence[tuple[Slot, Take, Callable[[Tensor], bool]]], image: bool, owns: bool
+) -> Action:  # fmt: skip
+    """Add to a gradient: in the memory of the result where that is its own, and not a view of more or of what others
+    read. ``image``: whether it lies in the memory format of images."""
 
     def run() -> None:
         for slot, take, own in results:
             result, before = preferred(take()) if image else take(), values[slot]
             if before is None:
-                values[slot] = result
+                values[slot] = result.clone() if owns and not _is_whole(result) else result
             else:
-                values[slot] = result.add_(before) if own else before + result
+                values[slot] = result.add_(before) if own(result) else before + result
 
     return run
+
+
+def _true(_: Tensor) -> bool:
+    return True
+
+
+def _false(_: Tensor) -> bool:
+    return False
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all that its memory holds."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _refilling(values: Values, results: Sequence[tuple[Slot, Place]]) -> Action:
@@ -159,15 +177,16 @@ def _pieces(
             return [Piece(0, entry.box, total)]
         for move, take in wire.received(values, slot, task, member):
             if move.destination == destination:
-                pieces.append(Piece(step.source[move.source].term, move.box, take))
+                pieces.append(Piece(step.source[move.source].term, move.box, take, True))
     for m, move in enumerate(step.local):
         held = step.source[move.source]
         if held.device == rank and move.destination == destination:
-            if m in instruction.kept:
+            kept = m in instruction.kept
+            if kept:
                 take = source(values, instruction.kept[m], move.box, move.box, dtype, wire.device)
             else:
                 take = source(values, instruction.sources[move.source], held.box, move.box, dtype, wire.device)
-            pieces.append(Piece(held.term, move.box, take))
+            pieces.append(Piece(held.term, move.box, take, kept))
     return sorted(pieces, key=lambda piece: (piece.term, piece.box))
 
 
@@ -180,10 +199,15 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
     if len(pieces) == 1 and pieces[0].box == box:
         return pieces[0].take
     if pieces and all(piece.box == box for piece in pieces):
-        first, second, *others = (piece.take for piece in pieces)
+        (first, own), (second, also), *rest = ((piece.take, piece.arrived) for piece in pieces)
+        others = [take for take, _ in rest]
 
         def total() -> Tensor:
-            result = first() + second()
+            result, other = first(), second()
+            if own and _is_whole(result):
+                result += other
+            else:
+                result = other.add_(result) if also and _is_whole(other) else result + other
             for take in others:
                 result += take()
             return result

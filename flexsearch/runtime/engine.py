@@ -212,7 +212,10 @@ class Engine:
                     gradient = torch.zeros_like(weight)
                 elif gradient.dtype != weight.dtype:
                     gradient = gradient.to(weight.dtype)
-                weight.grad = gradient if first or weight.grad is None else weight.grad + gradient
+                if first or weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    weight.grad += gradient
 
         return run
 

@@ -29,16 +29,16 @@ class Fusion:
         """The operators of this device, in the order of its forward pass."""
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
+        self.stage_of = lowered.stages.of(len(graph.operators))
+        options = lowered.options
+        self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
         self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
         takes them itself, so that autograd puts their gradients together."""
         self.used = set(self._used_gradients())
         """Edges of which this device makes a gradient that is used: replicas may leave it to each other."""
-        self.stage_of = lowered.stages.of(len(graph.operators))
         self.early = counting(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
-        options = lowered.options
-        self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
         cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
         self.segments = [
             Segment(tuple(self.mine[a:b]), region=self.regions[self.mine[a]]) for a, b in pairwise(cuts)
@@ -78,11 +78,18 @@ class Fusion:
             moves = [*first.local, *(move for exchange in first.exchanges for move in exchange.moves)]
             yield from (edge_of[m.source] for m in moves if first.source[m.source].device == self.device)
 
+    def waits(self, number: int) -> bool:
+        """Whether the readers of an edge run in the backward pass alone: a part of a value, which may be let go of
+        before, gets memory of its own."""
+        readers = self.lowered.edges[number].readers
+        late = all(self.graph.operators[reader].half == "weights" for reader, _ in readers)
+        return bool(readers) and late and self.regions[readers[0][0]] < 0
+
     def _part(self, number: int) -> tuple[Box, Box] | None:
         """The region held and the one read of an edge that is a part of a value of this device, and whose gradient
-        flows back in the same way; None for others."""
+        flows back in the same way; None for others, and for those that wait for the backward pass."""
         edge = self.lowered.edges[number]
-        if edge.tensor not in self.home or edge.forward is None:
+        if edge.tensor not in self.home or edge.forward is None or self.waits(number):
             return None
         ends = []
         for plan in filter(None, (edge.forward, edge.backward)):

@@ -124,6 +124,7 @@ class _Compiler:
                 if self.device in what.devices:
                     self._start(t, what)
             elif tasks.device[t] == self.device and tasks.kind[t] != TaskKind.SYNCHRONISE:  # not the program's to do
+                self._deliver_earlier(None, t)
                 self._compute(TaskKind(tasks.kind[t]), tasks.operator[t], tasks.microbatch[t])
         self._finish_results()
         for t, what in enumerate(tasks.communication):
@@ -180,6 +181,17 @@ class _Compiler:
             for _, name in segment.exports:
                 if name in self.lowered.result_edges:
                     self.emit(Add(self.slot(Key("home", name, m)), self._total(name)))
+        for _, name in segment.exports:
+            for e in self.lowered.edges_of[name] if not again else ():
+                self._cut(Transport("forward", e, m))
+
+    def _cut(self, transport: Transport) -> None:
+        """Cut out what only the backward pass reads of a value that is made here, as the whole of it would else live
+        until then."""
+        if self.fusion.waits(transport.key) and not self._receives(transport) and (
+            self.fusion.active(transport) and self.fusion.arrives(transport)
+        ):
+            self._finish(transport)
 
     def _backward(self, s: int, m: int, kind: TaskKind) -> None:
         segment = self.segments[s]
@@ -217,8 +229,8 @@ class _Compiler:
                 self._deliver_one(transport)
 
     def _add_up(self, s: int, m: int) -> None:
-        """Bring gradients to the layout of the producer where nothing moves for it on this device: the sum over the
-        readers is there once, rather than each of its terms until the producer's backward pass."""
+        """Bring gradients to the layout of the producer where nothing is received for it on this device: the sum over
+        the readers is there once, rather than each of its terms until the producer's backward pass."""
         for leaf in self.segments[s].leaves:
             if leaf.gradient is None or leaf.gradient.kind != "edge gradient" or (
                 self._weight_of_edge(leaf.gradient) is not None
@@ -228,8 +240,12 @@ class _Compiler:
             transport = Transport("backward", e, m)
             if self.fusion.segment_of[self.lowered.edges[e].readers[0][0]] != s:
                 continue  # one that runs later adds to them
-            if self.fusion.active(transport) and self.fusion.arrives(transport) and not self._moves(transport):
+            if self.fusion.active(transport) and self.fusion.arrives(transport) and not self._receives(transport):
                 self._finish(transport)
+
+    def _receives(self, transport: Transport) -> bool:
+        """Whether this device gets something from another one in a transport."""
+        return any(self.device in exchange.receivers for exchange in reshard_of(self.lowered, transport).exchanges)
 
     def _moves(self, transport: Transport) -> bool:
         """Whether this device takes part in a communication of a transport."""
@@ -452,26 +468,30 @@ class _Compiler:
                     self._deliver_one(Transport("synchronise", w, m))
 
     def _saved(self, transport: Transport) -> bool:
-        """Whether kernels read an activation that the transport brings, and may save it: views would keep all that they
-        are cut from."""
+        """Whether kernels read an activation that the transport brings, and may save it, or the second half of a
+        backward pass waits for the gradient that it brings: views would keep all that they are cut from."""
+        edge, graph = self.lowered.edges[transport.key], self.lowered.graph
+        if transport.purpose == "backward":
+            return self.segments[self.fusion.segment_of[graph.producer[edge.tensor]]].halves
         if transport.purpose not in ("forward", "recompute"):
             return False
-        edge, graph = self.lowered.edges[transport.key], self.lowered.graph
         operators = [graph.operators[reader] for reader, _ in edge.readers]
         return graph.tensor[edge.tensor].kind == "activation" and not all(kind_of(op).is_free(op) for op in operators)
 
-    def _deliver_earlier(self, following: Transport, task: int) -> None:
-        """Add gradients of which this device has issued all, before it issues ``task``: of the same weight and an
-        earlier microbatch; and those that are to be added before the block of the task, if all ranks have issued them
-        in earlier ones. Their buffers would else wait for the next microbatch or the update."""
+    def _deliver_earlier(self, following: Transport | None, task: int) -> None:
+        """Add gradients of which this device has issued all, before it does ``task``: those that are to be added before
+        the block of the task, if all ranks have issued them in earlier ones; and if it synchronises, as ``following``,
+        those of the same weight or another one and an earlier microbatch. Their buffers would else wait for the
+        update."""
         rows = self.lowered.tasks.identity
         at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
         for transport in [t for t in self.issued if t != following]:
             end, added = self.ends[transport], self.lowered.added_before(transport.key)
             later = rows[end].block < at.block and added <= at.block
-            over = self.place[end] < self.place[task] and (later or transport.microbatch != at.microbatch)
+            earlier = following is not None and transport.microbatch != at.microbatch
+            over = self.place[end] < self.place[task] and ((later and transport.microbatch == at.microbatch) or earlier)
             over = over and added < update
-            if transport.key != following.key and not over:
+            if (following is None or transport.key != following.key) and not over:
                 continue
             self.issued.remove(transport)
             if self.fusion.arrives(transport):

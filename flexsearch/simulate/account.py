@@ -70,9 +70,9 @@ def missing_memory(account: Account, sources: Sources, state: State, exact: Any)
     ``account.peak`` is that of the plan in any case."""
     _touch(account, sources, state)
     if account.empty[0] == 0 and not exact:
-        more = np.int64(0)
+        more, times = np.int64(0), np.int64(account.schedule.microbatches[0])  # each of which may hold its own
         for k in range(account.number[0]):
-            more += most_bytes(sources, state, np.uint64(account.touched[k]))
+            more += times * most_bytes(sources, state, np.uint64(account.touched[k]))
         if more <= account.room[0]:
             return 0.0
     # The old spans of all units that differ, then the new ones: compiling would take twice as long with two calls.
@@ -142,6 +142,9 @@ def enter(account: Account, sign: Any) -> None:
             continue
         begin = _cell(account, d, np.uint64(spans.first[s]), ZERO)
         end = _cell(account, d, np.uint64(spans.last[s]), ONE)
+        if spans.last[s] < spans.first[s]:
+            _carry(account, d, begin, end, nbytes, last, spans.part[s] == GRADIENTS)
+            continue
         a, b = begin // FOUR, end // FOUR
         # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
         repeated = schedule.once[a] == 0 and schedule.once[b] == 0
@@ -155,6 +158,23 @@ def enter(account: Account, sign: Any) -> None:
                 if which != _which(schedule, a, last, False):
                     _change(account, d, begin, nbytes, which, False)
                     _change(account, d, begin + ONE, -nbytes, which, False)
+
+
+@lean
+def _carry(account: Account, d: Any, begin: Any, end: Any, nbytes: Any, last: Any, beside: Any) -> None:
+    """Enter what begins in each microbatch and ends in the next one, for the final one with the step. ``beside``: it is
+    to be added to a sum, which begins with that of the first microbatch; where there are two, that is left out. It is
+    there once it has been cut out of what ends where it begins."""
+    begin = begin + ONE if beside else begin
+    final = last if account.schedule.final[0] > ZERO else ZERO
+    two = beside and account.schedule.microbatches[0] == TWO
+    for which in range(last + ONE):
+        if which != last - final or not two:
+            _change(account, d, begin, nbytes, which, False)
+        if which != last - final and not two:
+            _change(account, d, end, -nbytes, which, False)
+    blocks = np.uint64(account.schedule.kind.shape[0])
+    _change(account, d, FOUR * blocks - ONE, -nbytes, final, False)
 
 
 @lean

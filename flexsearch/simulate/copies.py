@@ -22,6 +22,7 @@ from flexsearch.simulate.spans import (
     Spans,
     Units,
     add,
+    carry,
     end_of,
     prolong,
 )
@@ -58,7 +59,7 @@ def distribute(
                 prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
         part = COPIES if gathered else ACTIVATIONS
-        holder = land(sources, spans, row, copies, now, sent, sent, used, part)
+        holder = land(sources, spans, row, copies, now, sent, sent, used, part, False)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -177,26 +178,28 @@ def put_together(units: Units, sent: Any, used: Any) -> Any:
 
 @lean
 def land(
-    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any
+    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any,
+    carried: Any,
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
     between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
     ``sent_again``: moments of the phases; ``used``: when a computation waits for it. Activations and
-    their gradients are put together from buffers right before that."""
+    their gradients are put together from buffers right before that. ``carried``: that is in the next microbatch."""
     landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & TAKES_PART else born
-    joined = put_together(sources.units, sent, used) if part == ACTIVATIONS else used
+    apart = part == ACTIVATIONS or (part == COPIES and sources.units.several[1] == 0)
+    joined = put_together(sources.units, sent, used) if apart else used
     if landings.middle[row] > 0:
         add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
     if landings.staged[row] > 0:
-        add(spans, d, landings.staged[row], BUFFERS, sent, joined)
+        carry(spans, add(spans, d, landings.staged[row], BUFFERS, sent, joined), used, carried)
     if landings.staged_again[row] > 0:
-        add(spans, d, landings.staged_again[row], BUFFERS, sent_again, joined)
+        carry(spans, add(spans, d, landings.staged_again[row], BUFFERS, sent_again, joined), used, carried)
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
             begin = sent_again
-        if part == ACTIVATIONS and landings.staged[row] + landings.staged_again[row] > 0:
+        if apart and landings.staged[row] + landings.staged_again[row] > 0:
             begin = joined
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO

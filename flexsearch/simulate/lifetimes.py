@@ -28,12 +28,13 @@ last moment, both included. These are the spans:
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if that
   is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. Of weights that are gathered together, to the first that reads its own weight, though all are
-  unpacked where the first of them is read.
+  the copy begins. So with gathered weights, if there is one microbatch: each where it is first read, though those
+  that are gathered together are unpacked where the first of them is.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
-  backward. What readers in several layouts leave there is added up at once where nothing moves for it on the device:
-  there is one sum. An operator whose output is its input's memory, all of it once, hands its gradient on as it is.
+  backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
+  device, else where it is put together: there is one sum. An operator whose output is its input's memory, all of it
+  once, hands its gradient on as it is.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
@@ -41,6 +42,9 @@ last moment, both included. These are the spans:
   backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
   until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
   later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
+  What the last bucket of a stage brings is added where the next microbatch sends its first one, or by the update; the
+  part that stays lives as long, beside the sum, and where there is one stage, so that ranks send little else, the
+  message that is under way.
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -67,12 +71,13 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import differentiate, distribute, land, note_given, put_together
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
+    BUFFERS,
     GATHERED,
     GRADIENT,
     GRADIENTS,
@@ -84,12 +89,12 @@ from flexsearch.simulate.spans import (
     Spans,
     Units,
     add,
+    carry,
     end_of,
     prolong,
 )
 from flexsearch.strategy import OVER_ALL, States
 
-_MOVES = TAKES_PART | TAKES_PART_AGAIN | RECEIVES
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
 
 
@@ -222,6 +227,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """Gradients of an activation: as its readers make them, and in the layout of its producer."""
     wiring, program = sources.wiring, sources.program
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
+    for d in range(np.uint64(spans.born.shape[0])):
+        spans.born[d] = 0
     for place in range(last - first):  # the last reader's backward runs first
         k = last - ONE - place
         slot = np.uint64(wiring.tensor_slot[k])
@@ -234,8 +241,8 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
 
 @lean
 def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: Spans) -> None:
-    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. Where
-    nothing moves for it, they are added to those of edges before, and let go."""
+    """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. They are
+    added to those of edges before, and let go: at once, or where something is received, when it is put together."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
     used = until = sent
@@ -247,14 +254,22 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
             prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS)
+        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS, False)
         if role & ALIASED:
             holder = original
-        there = spans.arrived[place, d] != 0
-        if holder > ZERO and not (there and role & _MOVES == 0):
+        total = np.uint64(spans.arrived[place, d])
+        if holder > ZERO and total == ZERO:
             prolong(spans, holder, until)
-            if not there:
-                spans.arrived[place, d] = holder
+            spans.arrived[place, d] = holder
+        elif holder > ZERO and role & RECEIVES:
+            prolong(spans, holder, put_together(sources.units, sent, used))
+            made = used > sent and landings.staged[row] + landings.staged_again[row] > 0
+            if made and spans.born[d] == 1:
+                spans.size[0] = holder - ONE  # one after the other
+            elif made:
+                spans.born[d] = 1
+        elif holder > ZERO and original > ZERO:
+            spans.first[total - ONE] = min(np.uint64(spans.first[total - ONE]), now)
 
 
 # ---- weights
@@ -287,17 +302,23 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             if trained and program.flows[slot] != VALUE:
                 itemsize = units.weight_itemsize[w]
                 differentiate(sources, state, program.reader, k, last, template, itemsize, GRADIENTS, spans)
-                sent = units.each_block[w] if sharding >= _GRADIENTS else units.sync_block[w]
-                summed = sent == units.sync_block[w] and sent != units.each_block[w]
-                _send_gradients(sources, template, TWO * np.uint64(sent) + ONE, summed, spans)
+                each = sharding >= _GRADIENTS
+                sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
+                added = np.uint64(units.each_added[w] if each else units.added_block[w])
+                summed = not each and sent != units.each_block[w]
+                alone = sharding > ZERO and units.several[0] == 0
+                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
-def _send_gradients(sources: Sources, template: Any, sent: Any, summed: Any, spans: Spans) -> None:
+def _send_gradients(
+    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, spans: Spans
+) -> None:  # fmt: skip
     """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
-    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches."""
+    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches. If what
+    is received is ``used`` in the next microbatch and they are ``alone``, the message is under way until then."""
     landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
@@ -310,6 +331,10 @@ def _send_gradients(sources: Sources, template: Any, sent: Any, summed: Any, spa
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
+            elif role & TAKES_PART and alone and used < sent:
+                message = spans.nbytes[handle - ONE] - landings.copy[row]
+                if message > 0:
+                    carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)
 
 
 @lean
@@ -323,8 +348,12 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         added = np.uint64(units.each_added[w])
     used = TWO * added if sharding > ZERO else update
     sent, again = TWO * first + ONE, TWO * second + ONE
+    carried = used < sent
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS), update)
+        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
+        if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
+            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
+            carry(spans, kept, used, True)

@@ -38,10 +38,12 @@ class Units(NamedTuple):
     ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
     which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
-    one for every microbatch (the same where there is no other). By tensor at hand: its
+    one for every microbatch (the same where there is no other), the last of the next microbatch where it comes before
+    the first. By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, ``at_hand_shift``, rows from the first microbatch of the batch to
     the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
-    to. ``update_block``: (1,), the last; ``result_block``: (1,), where the loss is sent. By operator:
+    to. ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
+    ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
     what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
     ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps
@@ -86,6 +88,7 @@ class Units(NamedTuple):
     at_hand_bytes: I64
     part: U8
     state_bytes: I64
+    several: U8
     update_block: U32
     result_block: U32
     forward_block: U32
@@ -102,11 +105,13 @@ class Units(NamedTuple):
 @packed
 class Spans(NamedTuple):
     """The spans of one unit: ``device``, ``first`` and ``last`` moment, ``nbytes``, ``part``; ``size``: (1,) how many.
+    Where ``last`` is before ``first`` it is of the next microbatch, and for the final one the update.
 
     Work arrays. A **handle** is the number of a span plus 1; 0: none, at hand all the time. By place of the activation
     in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
     ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
-    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there. ``low``,
+    gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there; of
+    an activation, whether (1) one is put together to be added. ``low``,
     ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it, or whether its
     gradient of an edge is used.
     """
@@ -153,6 +158,13 @@ def add(spans: Spans, device: Any, nbytes: Any, part: Any, first: Any, last: Any
 def prolong(spans: Spans, handle: Any, moment: Any) -> None:
     if handle > ZERO:
         spans.last[handle - ONE] = max(np.uint64(spans.last[handle - ONE]), moment)
+
+
+@lean
+def carry(spans: Spans, handle: Any, moment: Any, carried: Any) -> None:
+    """If it is ``carried``, let what begins in a microbatch end at an earlier moment of the next one."""
+    if carried:
+        spans.last[handle - ONE] = moment
 
 
 @lean

@@ -45,7 +45,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
     shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
-    units = make_units(graph, rows.wiring, rows.table, rows.options, shift)
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]))
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
@@ -98,7 +98,9 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 # ---- units
 
 
-def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0) -> Units:
+def make_units(
+    graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0, microbatches: int = 1
+) -> Units:  # fmt: skip
     """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
     microbatch of a device to its last one."""
     rules = _rules(graph)
@@ -139,6 +141,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
     for buckets, into in ((table.bucket, once), (table.each, each)):
         for blocks, column in zip(into, columns, strict=True):
             blocks[trained] = column[buckets[trained]]
+    _carry_over(table, each[2])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
@@ -160,6 +163,7 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
         part=np.array(parts, np.uint8),
         state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
+        several=flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of,
         backward_block=backward,
@@ -168,6 +172,20 @@ def make_units(graph: OperatorGraph, wiring: Wiring, table: BlockTable, options:
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
         ready=_ready(table.kind),
     )  # fmt: skip
+
+
+def _carry_over(table: BlockTable, added: Numbers) -> None:
+    """What is sent for each microbatch and ``added`` (by weight) behind all that its stage sends is added where the
+    stage sends its first bucket for the next one."""
+    every = [w for w, (each, once) in enumerate(zip(table.each, table.bucket, strict=True)) if each != once]
+    started = {w: int(table.started_by[table.each[w]]) for w in every}
+    first: dict[int, int] = {}
+    for block in started.values():
+        stage = int(table.stage[block])
+        first[stage] = min(block, first.get(stage, block))
+    for w, block in started.items():
+        if int(added[w]) not in started.values():
+            added[w] = first[int(table.stage[block])]
 
 
 def _ready(kind: npt.NDArray[Any]) -> Numbers:

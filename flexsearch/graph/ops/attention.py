@@ -112,11 +112,13 @@ class Attention(OperatorKind):
         """Causal rows ``low..high`` of the queries see keys up to ``high`` only: the rest is cut off beforehand.
 
         On a CPU, values with fewer features than queries get zeros behind them, as the kernel that saves no scores
-        takes as many. Its output lies as the queries do: heads inside of positions, so that to merge heads copies
-        nothing.
+        takes as many (``attention_narrow``). Its output lies as the queries do: heads inside of positions, so that to
+        merge heads copies nothing.
         """
         if float(str(op.attributes.get("dropout") or 0)) > 0:
             return _dropping(op, piece, shapes, context)
+        from flexsearch.graph.ops.attention_narrow import fits, narrow_attention
+
         low, high = piece.axes["q"]
         keys = shapes[1][-2]
         causal, grouped = bool(op.attributes.get("causal")), bool(op.attributes.get("grouped"))
@@ -132,6 +134,8 @@ class Attention(OperatorKind):
                 q = q.transpose(1, 2).contiguous().transpose(1, 2)
             if lacking <= 0:
                 return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **call)
+            if not grouped and fits(q, k, v, call.get("attn_mask")):
+                return narrow_attention(q, k, v, scale=scale, **call)
             wide = F.pad(v, (0, lacking))
             return F.scaled_dot_product_attention(q, k, wide, scale=scale, enable_gqa=grouped, **call)[..., :-lacking]
 

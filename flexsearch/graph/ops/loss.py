@@ -139,6 +139,15 @@ class CrossEntropy(ClassLoss):
         if op.attributes.get("probabilities"):
             return lambda x, t, weight, how: F.cross_entropy(x, t, weight, reduction=how, label_smoothing=smoothing)
         ignored: Any = op.attributes.get("ignore_index", -100)
+        if not smoothing:
+            from flexsearch.graph.ops.class_scores import class_cross_entropy
+
+            def plain(x: Tensor, t: Tensor, weight: Tensor | None, how: str) -> Tensor:
+                if weight is not None:
+                    return F.cross_entropy(x, t, weight, ignore_index=ignored, reduction=how)
+                return class_cross_entropy(x, t, ignored, how == "sum")
+
+            return plain
         return lambda x, t, weight, how: F.cross_entropy(
             x, t, weight, ignore_index=ignored, reduction=how, label_smoothing=smoothing
         )
