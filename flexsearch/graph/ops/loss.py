@@ -139,15 +139,6 @@ class CrossEntropy(ClassLoss):
         if op.attributes.get("probabilities"):
             return lambda x, t, weight, how: F.cross_entropy(x, t, weight, reduction=how, label_smoothing=smoothing)
         ignored: Any = op.attributes.get("ignore_index", -100)
-        if not smoothing:
-            from flexsearch.graph.ops.class_scores import class_cross_entropy
-
-            def plain(x: Tensor, t: Tensor, weight: Tensor | None, how: str) -> Tensor:
-                if weight is not None:
-                    return F.cross_entropy(x, t, weight, ignore_index=ignored, reduction=how)
-                return class_cross_entropy(x, t, ignored, how == "sum")
-
-            return plain
         return lambda x, t, weight, how: F.cross_entropy(
             x, t, weight, ignore_index=ignored, reduction=how, label_smoothing=smoothing
         )
@@ -158,9 +149,9 @@ class CrossEntropy(ClassLoss):
         special = op.attributes.get("probabilities") or op.attributes.get("label_smoothing")
         if special or len(shapes[0]) != 2 or any(len(shape) == 1 for shape in shapes[2:]):
             return plain
-        from flexsearch.graph.ops.loss_functions import LEAST_BYTES, ClassLosses
+        from flexsearch.graph.ops.loss_functions import WORTH_BYTES, ClassLosses
 
-        if piece.inputs[0] is None or 4 * prod(extent(piece.inputs[0])) < LEAST_BYTES[context.device.type]:
+        if piece.inputs[0] is None or 4 * prod(extent(piece.inputs[0])) < WORTH_BYTES[context.device.type]:
             return plain
         ignored = int(str(op.attributes.get("ignore_index", -100)))
 

@@ -14,6 +14,8 @@ PARTS: Final = {"cpu": 16, "cuda": 8}
 """Scores are read in so many parts, by kind of device: a GPU's host has to launch each."""
 LEAST_BYTES: Final = {"cpu": 1 << 18, "cuda": 1 << 25}
 """A part has at least so many: fewer are not worth the calls."""
+WORTH_BYTES: Final = {"cpu": 1 << 14, "cuda": 1 << 20}
+"""Least scores for which their memory is worth the host's time: PyTorch's own function takes fewer calls."""
 
 
 class ClassLosses(torch.autograd.Function):
@@ -43,7 +45,7 @@ class ClassLosses(torch.autograd.Function):
         gradient, there = torch.where(counts, gradient, 0)[:, None], torch.where(counts, classes, 0)[:, None]
         less = gradient.new_tensor(-1.0).expand_as(there)
         for a, b in _parts(scores, ctx.dtype):
-            part = torch.softmax(scores[a:b], 1, dtype=ctx.dtype, **_into(made[a:b], ctx.dtype))
+            part = _probabilities(scores[a:b], made[a:b], ctx.dtype)
             torch.mul(part.scatter_add_(1, there[a:b], less[a:b]), gradient[a:b], out=made[a:b])
         return made, None, None, None
 
@@ -57,6 +59,9 @@ def _parts(scores: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
         yield first, min(first + rows, len(scores))
 
 
-def _into(result: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Where a result goes, if it has the type of what is computed."""
-    return {"out": result} if result.dtype == dtype else {}
+def _probabilities(scores: Tensor, result: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of rows of scores, in ``result`` if that has the type."""
+    if result.dtype != dtype:
+        return torch.softmax(scores, 1, dtype=dtype)
+    made: Tensor = torch.ops.aten._softmax.out(scores, 1, False, out=result)  # torch.softmax would copy
+    return made
