@@ -180,7 +180,7 @@ def test_values_with_fewer_features_are_kept_as_they_are() -> None:
 def test_cross_entropy_makes_one_gradient_as_large_as_the_scores() -> None:
     scores, target = torch.randn(64, 1000, requires_grad=True), torch.randint(1000, (64,))
     loss = ClassLosses.apply(scores, target, -100, torch.float32).sum()
-    with LiveBytes(()) as live:
+    with LiveBytes((scores, target)) as live:
         (gradient,) = torch.autograd.grad(loss, scores)
     assert live.peak < 1.1 * scores.nbytes
     (expected,) = torch.autograd.grad(nn.functional.cross_entropy(scores, target, reduction="sum"), scores)
