@@ -72,7 +72,8 @@ class DeviceModel:
     def launch_s(self) -> float:
         """Seconds that the host takes to launch an operator, in whole parts of it; 0.0 where it has no queue for that.
         """
-        return LAUNCH_PARTS * round(self.device.launch_s / (LAUNCH_PARTS * TICK)) * TICK if self._queued else 0.0
+        ticks = round(self.device.launch_s / (LAUNCH_PARTS * TICK))
+        return LAUNCH_PARTS * max(1, ticks) * TICK if self._queued else 0.0
 
     def launches(self, costed: Costed, counts: tuple[int, int, int]) -> tuple[float, ...]:
         """Launches of a piece in its forward task, its backward task, and for gradients of parameters alone: by what

@@ -112,6 +112,21 @@ def host_overhead_s(device: torch.device, repeats: int = 300) -> float:
     return median(taken) / 2
 
 
+def launch_s(device: torch.device, length: int = 32, repeats: int = 50) -> float:
+    """Host time of launching a small operator of many, forward or backward."""
+    x = torch.ones(1, 8, device=device, requires_grad=True)
+    weight, taken = torch.ones(8, 8, device=device), []
+    for _ in range(repeats):
+        _synchronise(device)
+        began = time.perf_counter()
+        y = x
+        for _ in range(length):
+            y = F.linear(y, weight)
+        torch.autograd.grad(y, x, x.detach())
+        taken.append(time.perf_counter() - began)
+    return median(taken) / (2 * length)
+
+
 def kernel_start_s(device: torch.device, kernels: int = 200) -> float:
     """From the end of one small kernel to that of the next on a GPU that its host is ahead of."""
     x, clock, taken = torch.ones(1 << 8, device=device), clock_of(device), []

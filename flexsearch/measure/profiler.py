@@ -17,7 +17,7 @@ from flexsearch.graph.model import Dtype, OperatorGraph
 from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.measure.cases import Case, check_memory, count, plan, quick_enough
 from flexsearch.measure.figures import Starts, fit_figures, residuals
-from flexsearch.measure.machine import host_overhead_s, kernel_start_s
+from flexsearch.measure.machine import kernel_start_s, launch_s
 from flexsearch.measure.neighbours import SWEEPS, neighbours
 from flexsearch.measure.recipe_work import measure_recipe_work
 from flexsearch.measure.reference import TYPES, reference
@@ -96,7 +96,7 @@ def measure_figures(bench: Bench, updates: Mapping[Optimizer, UpdateEntry]) -> F
         except ProfileError:  # this device does not compute in it
             if dtype == "float32":
                 raise
-    starts = Starts(host_overhead_s(device), kernel_start_s(device)) if device.type == "cuda" else None
+    starts = Starts(launch_s(device), kernel_start_s(device)) if device.type == "cuda" else None
     return fit_figures(measured, updates, device.type, starts)
 
 
