@@ -38,7 +38,7 @@ from flexsearch.graph.precision import Precision
 from flexsearch.lower import Lowered, lower_for_ranks
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.runtime.parallel import Parallel, distribute
-from flexsearch.runtime.timeline import compare
+from flexsearch.runtime.timeline import compare, record
 from flexsearch.setting import Setting
 from flexsearch.simulate import simulate
 from flexsearch.strategy import Options, Strategy
@@ -176,8 +176,6 @@ def _causes(case: Case, ours: Parallel, profile: Profile) -> list[Row]:
     by operator."""
     inputs, targets = case.loaded.inputs, case.loaded.targets
     lowered = case.lowered(profile)
-    from flexsearch.runtime.timeline import record
-
     timeline = record(ours, lambda: ours.step(inputs, targets))
     predicted, measured, difference = Counter[str](), Counter[str](), Counter[str]()
     kinds = {op.name: op.kind for op in case.graph.operators}
