@@ -190,7 +190,8 @@ def profile(
         _say_fit(measured)
         stdout.print(
             f"{len(measured.entries)} entries ({len(measured.entries) - old} new) of {measured.device} -> {output}\n"
-            f"Next: flexsearch optimize {graph} --profile {output}",
+            f"Next: flexsearch optimize {graph} --profile {output}"
+            + ("" if precision == "as-is" else f" --precision {precision}"),
             soft_wrap=True,
         )
 
