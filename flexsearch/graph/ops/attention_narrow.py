@@ -1,7 +1,8 @@
 """Attention of values with fewer features than queries, on a CPU.
 
 The kernel that saves no scores takes values as wide as queries: zeros are put behind them. What is kept for the
-backward pass has none, which is what ``saved_tensors`` says; it puts them there again.
+backward pass has none, which is what ``saved_tensors`` says; it puts them there again. The kernel is private to
+PyTorch; where a version has none, callers put the zeros there themselves.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+
 
 def fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether ``narrow_attention`` serves a call: four dimensions, no broadcasting, a mask without gradient."""
     plain = mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
     lie = all(x.dim() == 4 and x.stride(-1) == 1 for x in (q, k, v))
-    return plain and lie and q.shape[:2] == k.shape[:2] == v.shape[:2] and 0 not in (*q.shape, *k.shape)
+    alike = q.shape[:2] == k.shape[:2] == v.shape[:2] and 0 not in (*q.shape, *k.shape)
+    return hasattr(torch.ops.aten, _NAME) and plain and lie and alike
 
 
 def narrow_attention(
@@ -47,7 +51,7 @@ class _Narrow(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
     ) -> Tensor:  # fmt: skip
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attend = getattr(torch.ops.aten, _NAME)
         out, rows = attend(q, k, _widened(v, q), 0.0, causal, attn_mask=mask, scale=scale)
         out = _narrowed(out, v.shape[-1])
         ctx.save_for_backward(q, k, v, mask, out, rows)
@@ -58,12 +62,9 @@ class _Narrow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, rows = ctx.saved_tensors
-        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
         dq, dk, dv = differentiate(
             _widened(grad, q), q, k, _widened(v, q), _widened(out, q), rows, 0.0, ctx.causal, attn_mask=mask,
             scale=ctx.scale,
         )  # fmt: skip
         return dq, dk, _narrowed(dv, v.shape[-1]), None, None, None
-
-
-__all__ = ["fits", "narrow_attention"]

@@ -197,9 +197,6 @@ class AveragePool(_Pool):
         inside, outside = padding_sides(op, piece, kernel, strides, limit)
         factor = _divisor_factor(op, piece, shapes[0][-rank:], kernel, strides)
         cache: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        if factor is None and list(lengths) == kernel and not outside and not any(inside):
-            # One window: a mean takes a tenth of the pool's backward pass on a GPU.
-            return lambda x: x.mean(tuple(range(-rank, 0)), keepdim=True)
 
         def run(x: Tensor) -> Any:
             y = call(F.pad(x, outside) if outside else x, kernel, strides, inside)
