@@ -96,7 +96,8 @@ def _work(graph: OperatorGraph, bench: Bench, max_parts: int, work: str) -> Call
     """What does a part of the work, again and again."""
     from flexsearch.measure.cases import plan
     from flexsearch.measure.recipe_work import RECIPE, working
-    from flexsearch.measure.sweeps import Run, Samples, parts
+    from flexsearch.measure.runs import Run, Samples
+    from flexsearch.measure.sweeps import parts
     from flexsearch.measure.updates import OPTIMIZERS, UPDATE, updating
 
     if work.startswith(RECIPE):
@@ -105,7 +106,7 @@ def _work(graph: OperatorGraph, bench: Bench, max_parts: int, work: str) -> Call
         if work == f"{UPDATE}{name}":
             return updating(graph, bench, name)
     rounds = itertools.cycle(part for cases in plan(graph, max_parts) for part in parts(cases))
-    return lambda: bench.sweep([Run(case, bench, Samples(case)) for case in next(rounds)])
+    return lambda: bench.sweep([Run(case, bench.numbers, Samples(case)) for case in next(rounds)])
 
 
 def _leave_cores_of_parent() -> None:

@@ -6,51 +6,56 @@ data and code are still in the caches then depends on how much a step touches in
 none of that. So pieces are measured in **sweeps** that have the shape of a training step: one piece of each operator,
 repeated layers too, all forward tasks in the graph's order, then all backward tasks in reverse, each timed on its own.
 
-A rank calls autograd once for a run of operators, a sweep once for each piece. So the clock of a backward task runs
-from when the engine reaches the gradients of the results to when it has those of the operands: without the call. Where
-a schedule puts off the gradients of weights, a rank calls autograd for each layer. So some sweeps go back twice: for
-the gradients of what is no weight, and then, with the call, for those of the weights.
+A rank calls autograd once for a run of operators. So the clock of a backward task runs from when the engine reaches the
+gradients of the results to when it has those of the operands: without the call. Where a schedule puts off the gradients
+of weights, a rank calls autograd for each layer. So some sweeps go back twice: for the gradients of what is no weight,
+and then, with the call, for those of the weights.
+
+Of small operators the calls are what takes the time, and a call takes longer if other code has run in between. So small
+neighbours are a **group**: all their operands are written first, then they run right after each other, as in a step.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from statistics import median
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from flexsearch.clocks import clock_of
+from flexsearch.clocks import Clock, clock_of
 from flexsearch.cost.profile import Entry
-from flexsearch.errors import FlexsearchError, ProfileError
-from flexsearch.graph.notation import Box
-from flexsearch.graph.ops import KernelContext, build_kernel, kind_of
-from flexsearch.graph.ops.batch_norm import normalising
-from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import in_types, preferred
 from flexsearch.measure.cases import Case
+from flexsearch.measure.runs import (
+    Numbers,
+    Run,
+    Samples,
+    backward_tasks,
+    forward_tasks,
+    grouped,
+    hook_s,
+    named,
+    weight_tasks,
+)
 
 ENTRY_S = 0.1
 """After so many seconds of an entry's own time its round is not repeated for it any more in this turn."""
 HALVED_SWEEPS = 1
 """So many sweeps of a turn at most measure backward passes in two halves."""
-FIRST_S = 2.0
-"""The first sweep of an entry counts only if it takes longer."""
+GROUP_BYTES = 1 << 19
+"""What pieces side by side that are timed together read and write at most: well within the second cache of a core, so
+that operands are still as near as if they had just been written."""
 HELD_BYTES = 2 << 30
 """A sweep holds about so much memory; longer graphs are swept in parts."""
-AHEAD = 32
+AHEAD = 96
 """A device is held back for so many tasks at a time, whose launches fit into its queue of about a thousand."""
 HELD_FOR = 3.0
 """Times as long as launching them has taken at the least."""
 HOST_S = 1e-3
 """More than a host takes to make the operands of a task and launch it."""
-BLOCK = 1 << 14
-"""Operands hold so many random numbers again and again: to write them, little else is read into the caches."""
+HOST = Clock()
+"""That of the host, whatever the device."""
 
 
 class Bench:
@@ -63,9 +68,9 @@ class Bench:
         """Whether the device computes what its host launches ahead."""
         self._host_s = HOST_S
         """The least mean time of launching a task of a few."""
-        self.hook_s = _hook_s(self.device) if self.queued else 0.0
-        """That autograd takes to call a hook."""
-        self._blocks: dict[torch.dtype, Tensor] = {}
+        self.numbers = Numbers(self.device)
+        self.fill = self.numbers.fill
+        self.hook_s = hook_s(self.device)
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
         """Entries of these cases, which stand in the graph's order. What a deadline leaves unmeasured is left out."""
@@ -76,8 +81,8 @@ class Bench:
             samples = {case.key: Samples(case) for case in part}
             runs = []
             for case in part:
-                with _named(case):
-                    runs.append(Run(case, self, samples[case.key]))
+                with named(case):
+                    runs.append(Run(case, self.numbers, samples[case.key]))
             for sweep in range(repeats + 1):
                 if sweep == 1:
                     for sample in samples.values():
@@ -87,10 +92,29 @@ class Bench:
                     break
                 if sweep > 1 and deadline is not None and time.monotonic() > deadline:
                     break
-                self.sweep(runs)
+                # The first one goes piece by piece, so that errors have a name.
+                self._add(runs, self.clock, GROUP_BYTES if sweep and not self.queued else 0.0)
+            self._measure_hosts(runs, repeats, deadline)
             self._measure_halves(runs, repeats, deadline)
-            entries |= {key: sample.entry(self.queued) for key, sample in samples.items()}
+            entries |= {key: sample.entry() for key, sample in samples.items()}
         return entries
+
+    def _add(self, runs: Sequence[Run], clock: Clock, nbytes: float = 0.0) -> None:
+        """Note the times of a sweep by groups."""
+        self._pass(runs, clock, nbytes)
+        for run in runs:
+            if clock is HOST:
+                run.samples.hosts.append(run.times(clock, self.hook_s))
+            else:
+                run.samples.times.append(run.times(clock, 0.0 if self.queued else self.hook_s))
+
+    def _measure_hosts(self, runs: Sequence[Run], repeats: int, deadline: float | None) -> None:
+        """Sweeps timed by the host of a device that computes what it launches. What operands it has in which cache is
+        nothing to a host: they stand in groups whatever their sizes."""
+        for _ in range(repeats if self.queued else 0):
+            if deadline is not None and time.monotonic() > deadline and runs[0].samples.hosts:
+                break
+            self._add(runs, HOST, math.inf)
 
     def _measure_halves(self, runs: Sequence[Run], repeats: int, deadline: float | None) -> None:
         """Sweeps with backward passes in two halves, if a piece has weights."""
@@ -98,289 +122,49 @@ class Bench:
             for _ in range(min(repeats, HALVED_SWEEPS)):
                 if deadline is not None and time.monotonic() > deadline:
                     break
-                self.sweep(runs, halved=True)
+                self._pass(runs, self.clock, halved=True)
+                for run in runs:
+                    run.add_halves(self.clock)
 
-    def sweep(self, runs: Sequence[Run], halved: bool = False) -> None:
-        """One pass forward through the runs and back, each task timed. ``halved``: back twice."""
-        marks = []
+    def sweep(self, runs: Sequence[Run]) -> None:
+        """One pass forward through the runs and back, of which nothing is kept."""
+        self._pass(runs, self.clock)
+
+    def _pass(self, runs: Sequence[Run], clock: Clock, nbytes: float = 0.0, halved: bool = False) -> None:
+        """One pass forward through groups of runs and back. ``halved``: back twice, piece by piece."""
+        batches = self._batches(runs, nbytes)
+        back = [[group[::-1] for group in reversed(batch)] for batch in reversed(batches)]
         gc.disable()  # no pause for a collection inside a measurement
         try:
-            for run in self._ahead(runs):
-                run.prepare()
-                with _named(run.case):
-                    start = self.clock.mark()
-                    run.forward()
-                    marks.append((start, self.clock.mark()))
-                run.release()
-            for run in self._ahead(list(reversed(runs))):
-                run.prepare_backward()
-                with _named(run.case):
-                    run.backward(halved and run.case.costed.trained)
-            for run in self._ahead(list(reversed(runs))) if halved else ():
-                with _named(run.case):
-                    run.backward_of_weights()
+            for group in self._ahead(batches):
+                forward_tasks(group, clock)
+            for group in self._ahead(back):
+                backward_tasks(group, halved and group[0].case.costed.trained)
+            for group in self._ahead(back) if halved else ():
+                weight_tasks(group[0], clock)
         finally:
             gc.enable()
         self.clock.wait()
-        for run, (start, end) in zip(runs, marks, strict=True):
-            run.finish(start, end)
 
-    def _ahead(self, runs: Sequence[Run]) -> Iterator[Run]:
-        """The runs. A device that computes what its host launches is held back for each few of them until they are
-        launched: their kernels then follow each other as fast as it computes them. Before that it does what is left,
+    def _batches(self, runs: Sequence[Run], nbytes: float) -> list[list[list[Run]]]:
+        """The runs in groups of up to ``nbytes`` of operands and results; these in batches for ``_ahead``."""
+        size = AHEAD if self.queued else len(runs)
+        return [list(grouped(runs[k : k + size], nbytes)) for k in range(0, len(runs), size)]
+
+    def _ahead(self, batches: Sequence[Sequence[list[Run]]]) -> Iterator[list[Run]]:
+        """The groups. A device that computes what its host launches is held back for each batch of them until it is
+        launched: its kernels then follow each other as fast as it computes them. Before that it does what is left,
         so that the host never waits for room in its queue."""
-        if not self.queued:
-            yield from runs
-            return
-        for first in range(0, len(runs), AHEAD):
-            few = runs[first : first + AHEAD]
+        for batch in batches:
+            if not self.queued:
+                yield from batch
+                continue
+            launches = sum(map(len, batch))
             self.clock.wait()
-            self.clock.hold(HELD_FOR * self._host_s * len(few))
+            self.clock.hold(HELD_FOR * self._host_s * launches)
             began = time.perf_counter()
-            yield from few
-            self._host_s = min(time.perf_counter() - began, self._host_s * len(few)) / len(few)
-
-    def fill(self, tensor: Tensor) -> Tensor:
-        """Write random numbers to a new tensor, dense in memory. They lie in [0, 1): every operator has a value and a
-        derivative there."""
-        block = self._blocks.get(tensor.dtype)
-        if block is None:
-            block = self._blocks[tensor.dtype] = torch.rand(BLOCK, dtype=tensor.dtype, device=self.device)
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        whole = len(flat) // BLOCK * BLOCK
-        flat[:whole].view(-1, BLOCK).copy_(block)
-        flat[whole:].copy_(block[: len(flat) - whole])
-        return tensor
-
-
-def _hook_s(device: torch.device, repeats: int = 200) -> float:
-    """Seconds from one hook of a tensor to the next."""
-    times: list[float] = []
-    x = torch.ones(1, device=device, requires_grad=True)
-    y = x + 1.0
-    for _ in range(2):
-        y.register_hook(lambda _: times.append(time.perf_counter()))  # type: ignore[no-untyped-call]
-    for _ in range(repeats):
-        torch.autograd.grad(y, x, retain_graph=True)
-    return median(b - a for a, b in zip(times[::2], times[1::2], strict=True))
-
-
-@contextmanager
-def _named(case: Case) -> Iterator[None]:
-    """Errors of PyTorch become ProfileErrors that name the operator: the graph says of it what cannot be computed."""
-    try:
-        yield
-    except FlexsearchError:
-        raise
-    except Exception as error:  # PyTorch raises many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ProfileError(
-            f"operator {case.costed.op.name!r} cannot be computed as the graph says: {lines[0][:200]}",
-            "Import the model again.",
-        ) from error
-
-
-class Samples:
-    """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep; ``halves``:
-    of the two halves of backward passes; ``hosts``: that the host took for forward and backward."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.times: list[tuple[float, float]] = []
-        self.halves: list[tuple[float, float]] = []
-        self.hosts: list[tuple[float, float]] = []
-
-    @property
-    def spent(self) -> float:
-        """Seconds in all."""
-        return sum(map(sum, self.times))
-
-    def forget_first(self) -> None:
-        """Drop the first sweep: it set things up, and was the first to touch its memory. Slow ones are kept."""
-        if self.spent < FIRST_S:
-            self.times, self.hosts = [], []
-
-    def entry(self, queued: bool) -> Entry:
-        """Medians of what was measured. ``queued``: the device computes what its host launches."""
-        costed = self.case.costed
-        return Entry(
-            kind=costed.op.kind,
-            dtype=costed.dtype,
-            forward_s=median(f for f, _ in self.times),
-            backward_s=median(b for _, b in self.times),
-            halves_s=(median(a for a, _ in self.halves), median(b for _, b in self.halves)) if self.halves else None,
-            repeats=len(self.times),
-            forward=costed.forward(self.case.extents),
-            backward=costed.backward(self.case.extents),
-            product=costed.product_sizes(self.case.extents),
-            host_s=(min(f for f, _ in self.hosts), min(b for _, b in self.hosts)) if queued else None,
-        )
-
-
-class Run:
-    """A piece under measurement. Its weights and what the step is given have memory of their own, as in a step."""
-
-    def __init__(self, case: Case, bench: Bench, samples: Samples) -> None:
-        self.case, self.bench, self.samples = case, bench, samples
-        op, context = case.costed.op, KernelContext(device=bench.device)
-        self._kernel = normalising(op, case.extents, build_kernel(op, case.piece, case.shapes, context))
-        if case.precise:
-            given, types = ([dtype_of(t.dtype) for t in x] for x in (case.costed.inputs, case.costed.outputs))
-            self._kernel = in_types(self._kernel, given, types)
-        self._cuts = [_cut(held, read) for held, read in zip(case.held, case.piece.inputs, strict=True)]
-        self._inputs = [self._input(i, box) for i, box in enumerate(case.held)]
-        self._operands: list[Tensor | None] = []
-        self._outputs: tuple[Tensor, ...] = ()
-        self._seeds: list[tuple[GradientEdge, Tensor]] = []
-        """Where gradients of results enter; shapes and strides of these."""
-        self._incoming: list[Tensor] = []
-        self._saved: set[int] | None = None
-        """Operands whose memory autograd keeps for the backward pass."""
-        self._gradients: list[Tensor | None] = []
-        self._entered: Any = None
-        self._left: Any = None
-        self._halves: list[tuple[Any, Any]] = []
-        """Marks at the begin and the end of each half of a backward pass."""
-        self._host = 0.0, 0.0
-        """Seconds that the host took for the forward and the backward task of the sweep at hand."""
-        self._resumed = 0.0
-
-    def prepare(self) -> None:
-        """Write the activations that the piece reads, as the operator before it would have done."""
-        self._operands = []
-        for source, need in zip(self._inputs, self.case.costed.needs, strict=True):
-            operand = source
-            if operand is not None and operand.is_meta:
-                operand = self.bench.fill(torch.empty_like(operand, device=self.bench.device))
-            self._operands.append(operand.detach().requires_grad_() if operand is not None and need else operand)
-
-    def forward(self) -> None:
-        """The forward task."""
-        began = time.perf_counter()
-        if self._saved is None:
-            result, self._saved = self._watched()
-        else:
-            result = self._compute()
-        self._host = time.perf_counter() - began, 0.0
-        self._outputs = result if isinstance(result, tuple) else (result,)
-
-    def release(self) -> None:
-        """Let go of results and activations that autograd does not keep, as a rank does."""
-        results, self._outputs = self._outputs, ()
-        for y in results:
-            if y.requires_grad:
-                y.register_hook(self._enter)  # type: ignore[no-untyped-call]
-                self._seeds.append((get_gradient_edge(y), torch.empty_like(y, device="meta")))
-        for k, (x, source) in enumerate(zip(self._operands, self._inputs, strict=True)):
-            assert self._saved is not None
-            if x is None or not x.requires_grad:
-                self._operands[k] = None
-            elif source is not None and source.is_meta and k not in self._saved and all(x is not y for y in results):
-                x.data = x.data.new_empty(0)
-
-    def prepare_backward(self) -> None:
-        """Write the gradients of the results, as the operator after it would have done."""
-        self._incoming = [self.bench.fill(torch.empty_like(y, device=self.bench.device)) for _, y in self._seeds]
-        self._entered = self._left = None
-        for x in self._operands:
-            if x is not None:
-                x.register_hook(self._leave)  # type: ignore[no-untyped-call]
-
-    def backward(self, half: bool = False) -> None:
-        """The backward task, and letting go of what it was the last to use; or the ``half`` of it that makes no
-        gradients of weights. Gradients of weights are kept."""
-        self._gradients = self._computed(lambda weight: not (half and weight), half)
-        if not half:
-            self._operands, self._incoming, self._seeds = [], [], []
-
-    def backward_of_weights(self) -> None:
-        """The second half of the backward task."""
-        if self._seeds and self.case.costed.trained:
-            first, start = (self._entered, self._left), self.bench.clock.mark()
-            self._gradients = self._computed(lambda weight: weight, False)
-            self._halves = [first, (start, self.bench.clock.mark())]
-        self._operands, self._incoming, self._seeds = [], [], []
-
-    def _computed(self, wants: Callable[[bool], bool], keep: bool) -> list[Tensor | None]:
-        """Gradients of weights, computed with those of other operands; ``wants``: which, by whether it is a weight."""
-        weights = [tensor.kind == "parameter" for tensor in self.case.costed.inputs]
-        wanted = [(weights[k], x) for k, x in enumerate(self._operands) if x is not None and wants(weights[k])]
-        if not self._seeds or not wanted:
-            return []
-        edges = [edge for edge, _ in self._seeds]
-        computed = torch.autograd.grad(
-            edges, [x for _, x in wanted], self._incoming, retain_graph=keep, allow_unused=True
-        )
-        return [gradient for gradient, (weight, _) in zip(computed, wanted, strict=True) if weight]
-
-    def finish(self, start: Any, end: Any) -> None:
-        """Note the times of a sweep. ``start`` and ``end``: marks of the forward task."""
-        if self._halves:
-            inputs, weights = (self._between(*marks) for marks in self._halves)
-            self.samples.halves.append((inputs, weights))
-        else:
-            forward_s, backward_s = self.bench.clock.between(start, end), self._between(self._entered, self._left)
-            self.samples.times.append((forward_s, backward_s))
-            self.samples.hosts.append(self._host)
-        self._gradients, self._halves = [], []
-
-    def _between(self, start: Any, end: Any) -> float:
-        """Seconds between two marks; 0 if nothing was computed."""
-        return 0.0 if start is None or end is None else self.bench.clock.between(start, end)
-
-    def _enter(self, _: Tensor) -> None:
-        """Autograd is about to take the gradient of a result."""
-        if self._entered is None:
-            self._entered = self.bench.clock.mark()
-            self._resumed = time.perf_counter()
-
-    def _leave(self, _: Tensor) -> None:
-        """Autograd has computed the gradient of an operand."""
-        now = time.perf_counter() - self.bench.hook_s
-        self._host = self._host[0], self._host[1] + max(0.0, now - self._resumed)
-        self._left = self.bench.clock.mark()
-        self._resumed = time.perf_counter()  # what marks take is not the operator's
-
-    def _compute(self) -> Any:
-        """The results of the operator."""
-        if not any(self._cuts):
-            return self._kernel(*self._operands)
-        pairs = zip(self._operands, self._cuts, strict=True)
-        return self._kernel(*[x if x is None or at is None else x[at] for x, at in pairs])
-
-    def _watched(self) -> tuple[Any, set[int]]:
-        """The results, and which operands autograd keeps."""
-        kept: set[int] = set()
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept.add(tensor.untyped_storage()._cdata)
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = self._compute()
-        saved = {k for k, x in enumerate(self._operands) if x is not None and x.untyped_storage()._cdata in kept}
-        return result, saved
-
-    def _input(self, position: int, box: Box | None) -> Tensor | None:
-        """An operand that stays from step to step; of activations, which are written anew, shape and strides."""
-        if box is None:
-            return None
-        tensor = self.case.costed.inputs[position]
-        shape, dtype = [high - low for low, high in box], getattr(torch, tensor.dtype)
-        if dtype.is_floating_point or dtype.is_complex:
-            operand = torch.empty(shape, dtype=dtype, device=self.bench.device)
-            operand = preferred(operand) if self.case.images[position] else operand
-            return torch.empty_like(operand, device="meta") if tensor.kind == "activation" else self.bench.fill(operand)
-        op = self.case.costed.op
-        high = 2 if dtype == torch.bool else min(kind_of(op).integers_below(op), torch.iinfo(dtype).max)
-        return torch.randint(high, shape, dtype=dtype, device=self.bench.device)
-
-
-def _cut(held: Box | None, read: Box | None) -> tuple[slice, ...] | None:
-    """Where a region lies in the one that is held; None: it is all of it."""
-    if held is None or read is None or held == read:
-        return None
-    return tuple(slice(a - low, b - low) for (low, _), (a, b) in zip(held, read, strict=True))
+            yield from batch
+            self._host_s = min(time.perf_counter() - began, self._host_s * launches) / launches
 
 
 def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
