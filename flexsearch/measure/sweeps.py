@@ -8,8 +8,9 @@ repeated layers too, all forward tasks in the graph's order, then all backward t
 
 A rank calls autograd once for a run of operators, a sweep once for each piece. So the clock of a backward task runs
 from when the engine reaches the gradients of the results to when it has those of the operands: without the call. Where
-a schedule puts off the gradients of weights, a rank calls autograd for each layer. So some sweeps go back twice: for
-the gradients of what is no weight, and then, with the call, for those of the weights.
+a schedule puts off the gradients of weights, a rank calls autograd for each layer, and has what operators without
+weights save set aside, each tensor by a call of Python, forward and backward. So some sweeps do that and go back twice:
+for the gradients of what is no weight, and then, with the call, for those of the weights.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from flexsearch.graph.ops.batch_norm import normalising
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import in_types, preferred
 from flexsearch.measure.cases import Case
+from flexsearch.saved import aside
 
 ENTRY_S = 0.1
 """After so many seconds of an entry's own time its round is not repeated for it any more in this turn."""
@@ -101,7 +103,8 @@ class Bench:
                 self.sweep(runs, halved=True)
 
     def sweep(self, runs: Sequence[Run], halved: bool = False) -> None:
-        """One pass forward through the runs and back, each task timed. ``halved``: back twice."""
+        """One pass forward through the runs and back, each task timed. ``halved``: back twice, as where the gradients
+        of weights are put off."""
         marks = []
         gc.disable()  # no pause for a collection inside a measurement
         try:
@@ -109,13 +112,13 @@ class Bench:
                 run.prepare()
                 with _named(run.case):
                     start = self.clock.mark()
-                    run.forward()
+                    run.forward(halved)
                     marks.append((start, self.clock.mark()))
                 run.release()
             for run in self._ahead(list(reversed(runs))):
                 run.prepare_backward()
                 with _named(run.case):
-                    run.backward(halved and run.case.costed.trained)
+                    run.backward(halved)
             for run in self._ahead(list(reversed(runs))) if halved else ():
                 with _named(run.case):
                     run.backward_of_weights()
@@ -182,12 +185,13 @@ def _named(case: Case) -> Iterator[None]:
 
 class Samples:
     """What was measured of an entry. ``times``: (forward, backward) seconds of each piece of each sweep; ``halves``:
-    of the two halves of backward passes; ``hosts``: that the host took for forward and backward."""
+    (forward, first half, second half) where backward passes have halves; ``hosts``: that the host took for forward and
+    backward."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.times: list[tuple[float, float]] = []
-        self.halves: list[tuple[float, float]] = []
+        self.halves: list[tuple[float, float, float]] = []
         self.hosts: list[tuple[float, float]] = []
 
     @property
@@ -201,14 +205,19 @@ class Samples:
             self.times, self.hosts = [], []
 
     def entry(self, queued: bool) -> Entry:
-        """Medians of what was measured. ``queued``: the device computes what its host launches."""
-        costed = self.case.costed
+        """Medians of what was measured. ``queued``: the device computes what its host launches. What a forward pass
+        takes longer for backward passes in halves is part of their first half."""
+        costed, halves = self.case.costed, None
+        forward_s = median(f for f, _ in self.times)
+        if self.halves:
+            ahead, inputs, weights = (median(column) for column in zip(*self.halves, strict=True))
+            halves = inputs if costed.trained else max(0.0, ahead - forward_s + inputs), weights
         return Entry(
             kind=costed.op.kind,
             dtype=costed.dtype,
-            forward_s=median(f for f, _ in self.times),
+            forward_s=forward_s,
             backward_s=median(b for _, b in self.times),
-            halves_s=(median(a for a, _ in self.halves), median(b for _, b in self.halves)) if self.halves else None,
+            halves_s=halves,
             repeats=len(self.times),
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
@@ -239,6 +248,8 @@ class Run:
         self._gradients: list[Tensor | None] = []
         self._entered: Any = None
         self._left: Any = None
+        self._halved = False
+        """Whether the backward pass of the sweep at hand has halves."""
         self._halves: list[tuple[Any, Any]] = []
         """Marks at the begin and the end of each half of a backward pass."""
         self._host = 0.0, 0.0
@@ -254,11 +265,14 @@ class Run:
                 operand = self.bench.fill(torch.empty_like(operand, device=self.bench.device))
             self._operands.append(operand.detach().requires_grad_() if operand is not None and need else operand)
 
-    def forward(self) -> None:
-        """The forward task."""
-        began = time.perf_counter()
+    def forward(self, halved: bool) -> None:
+        """The forward task; ``halved``: for a backward pass in halves."""
+        self._halved, began = halved, time.perf_counter()
         if self._saved is None:
             result, self._saved = self._watched()
+        elif halved and not self.case.costed.trained:
+            with aside([]):
+                result = self._compute()
         else:
             result = self._compute()
         self._host = time.perf_counter() - began, 0.0
@@ -286,19 +300,21 @@ class Run:
             if x is not None:
                 x.register_hook(self._leave)  # type: ignore[no-untyped-call]
 
-    def backward(self, half: bool = False) -> None:
-        """The backward task, and letting go of what it was the last to use; or the ``half`` of it that makes no
-        gradients of weights. Gradients of weights are kept."""
+    def backward(self, halved: bool) -> None:
+        """The backward task, and letting go of what it was the last to use; or, of weights, the half of it that makes
+        no gradients of these. Gradients of weights are kept."""
+        half = halved and self.case.costed.trained
         self._gradients = self._computed(lambda weight: not (half and weight), half)
+        self._halves = [(self._entered, self._left)]
         if not half:
             self._operands, self._incoming, self._seeds = [], [], []
 
     def backward_of_weights(self) -> None:
         """The second half of the backward task."""
         if self._seeds and self.case.costed.trained:
-            first, start = (self._entered, self._left), self.bench.clock.mark()
+            start = self.bench.clock.mark()
             self._gradients = self._computed(lambda weight: weight, False)
-            self._halves = [first, (start, self.bench.clock.mark())]
+            self._halves.append((start, self.bench.clock.mark()))
         self._operands, self._incoming, self._seeds = [], [], []
 
     def _computed(self, wants: Callable[[bool], bool], keep: bool) -> list[Tensor | None]:
@@ -315,12 +331,11 @@ class Run:
 
     def finish(self, start: Any, end: Any) -> None:
         """Note the times of a sweep. ``start`` and ``end``: marks of the forward task."""
-        if self._halves:
-            inputs, weights = (self._between(*marks) for marks in self._halves)
-            self.samples.halves.append((inputs, weights))
+        forward_s, halves = self.bench.clock.between(start, end), [self._between(*marks) for marks in self._halves]
+        if self._halved:
+            self.samples.halves.append((forward_s, halves[0], sum(halves[1:])))
         else:
-            forward_s, backward_s = self.bench.clock.between(start, end), self._between(self._entered, self._left)
-            self.samples.times.append((forward_s, backward_s))
+            self.samples.times.append((forward_s, halves[0]))
             self.samples.hosts.append(self._host)
         self._gradients, self._halves = [], []
 
