@@ -75,7 +75,7 @@ def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topo
         for k in range(count)
     )
     taken = {"cpu_s": 1e4 * cpu_s_per_byte, "cpu_s_per_byte": cpu_s_per_byte}
-    taken["busy_factor"] = 1.6 if cpu_s_per_byte else 1.0
+    taken |= {"busy_factor": 1.6 if cpu_s_per_byte else 1.0, "pack_s_per_byte": 3 * cpu_s_per_byte}
     communication = preset.communication.model_copy(update=taken)
     fields = {f: getattr(preset, f) for f in Topology.model_fields}
     fields |= {"name": "uneven", "devices": tuple(Device(**dict(d)) for d in devices), "switches": ("bus",)}

@@ -117,8 +117,8 @@ def _rungs(heights: Sequence[int]) -> list[Tensor]:
 
 
 def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: list[Tensor]) -> saved_tensors_hooks:
-    """As ``saved.aside``, of ``weights`` alone, which autograd asks for even where it does not read them: once they are gone it
-    gets something of their shape without memory. What it saves besides is noted in ``others``."""
+    """As ``saved.aside``, of ``weights`` alone, which autograd asks for even where it does not read them: once they are
+    gone it gets something of their shape without memory. What it saves besides is noted in ``others``."""
     memories = {weight.untyped_storage()._cdata for weight in weights}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
