@@ -112,6 +112,15 @@ def test_an_all_reduce_begins_when_all_ranks_of_a_processor_have_put_together_wh
     assert fit(measured(together, forms=forms), "cluster", "made up").communication.pack_s_per_byte == 6e-6
 
 
+def test_further_tensors_take_what_all_ranks_of_a_processor_do_for_them() -> None:
+    per_form = {"all_reduce": 1e-5, "all_gather": 2e-5}
+    forms = dict.fromkeys(FORMS, FormTime(1000, 1.0))
+    together = [replace(host, machine="one") for host in hosts(2)]
+    for facts, sharing in ((hosts(2), 1), (together, 2)):
+        found = fit(replace(measured(facts, forms=forms), tensor_s=per_form), "cluster", "made up").communication
+        assert found.tensor_by_form == pytest.approx({form: sharing * seconds for form, seconds in per_form.items()})
+
+
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:
     """A ring's busiest link carries a share of what is to cross devices: 3 of 12 MB among four."""
     link_s = 3_000_000 / RATE

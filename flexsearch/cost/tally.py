@@ -28,13 +28,13 @@ MOST_TURNS: Any = np.int64(4096)
 @packed
 class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
-    ``factor``; ``cpu_s_per_byte``, processor time; ``tensor_s`` of each tensor but one; ``by_group``: whether the library has algorithms for groups of
-    devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor`` (its resource), ``host``. By
-    members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known; ``least_s``, and
-    of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is but one. (1,):
-    ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a communication, whatever
-    its bytes; ``pack_s_per_byte``, until an all-reduce begins; ``reduces_numbers``, whether sums of single numbers go
-    by all-reduce whatever messages would take."""
+    ``factor``; ``cpu_s_per_byte``, processor time; ``tensor_s`` of each tensor but one; ``by_group``: whether the
+    library has algorithms for groups of devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor``
+    (its resource), ``host``. By members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if
+    not known; ``least_s``, and of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is
+    but one. (1,): ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a
+    communication, whatever its bytes; ``pack_s_per_byte``, until an all-reduce begins; ``reduces_numbers``, whether
+    sums of single numbers go by all-reduce whatever messages would take."""
 
     bandwidth: F64
     factor: F64

@@ -203,8 +203,8 @@ def _choose(result: U64, phases: Any, first: Any, middle: Any, last: Any, begin:
 
 @lean
 def _seconds(rates: Rates, rows: Exchanges, first: Any, last: Any, starts: Any) -> Any:
-    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share, and what
-    their starts take from the processor that takes part in most; without ``starts``: its busiest link."""
+    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share, and
+    what starts take from the processor that takes part in most of them; without ``starts``: its busiest link."""
     slowest, most, load, loads = 0.0, np.int64(0), rows.tally.load, rows.loads
     for x in range(first, last):
         slowest = max(slowest, rows.duration[x]) if starts else slowest

@@ -86,7 +86,8 @@ class Bucket:
         self._kept: list[Any] = [None] * count
         self._weights = [torch.ones(rows, 32, requires_grad=True) for _ in range(count)]
         self._half, self._flat = rows // 2, torch.empty(0)
-        self._steps = [(partial(self._place, k), partial(self._join, k), partial(self._deliver, k)) for k in range(count)]
+        of_tensor = self._place, self._join, self._deliver
+        self._steps = [[partial(step, k) for step in of_tensor] for k in range(count)]
 
     def summed_s(self, compute: Callable[[], object]) -> float:
         """Processor seconds for each tensor of an all-reduce: copied into one buffer, and a part of it after that."""

@@ -38,7 +38,8 @@ def measure_updates(
     few = _weight_sizes(graph)
     many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
     nbytes = 4 * sum(few)
-    written = sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
+    # The forward pass writes activations; the backward pass reads them, and writes as many gradients.
+    written = 3 * sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
     entries: dict[Optimizer, UpdateEntry] = {}
     for name, make in OPTIMIZERS.items():
         if switch is not None:
