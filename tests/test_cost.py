@@ -242,7 +242,7 @@ def test_a_measurement_takes_precedence() -> None:
     [
         ((3.0, 8.0), (3.0, 8.0)),
         ((3.0, 1.0), (3.0, 6.0)),  # together they take no less than the whole
-        ((11.0, 4.0), (9.0, 4.0)),
+        ((11.0, 4.0), (11.0, 4.0)),  # the first sets aside what it reads
     ],
 )
 def test_halves_of_backward_passes_are_measured(measured: tuple[float, float], halves: tuple[float, float]) -> None:

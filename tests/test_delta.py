@@ -22,6 +22,7 @@ from flexsearch.simulate.engine import Engine, Times
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
+from flexsearch.topology.parts import FORMS
 from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
@@ -74,8 +75,9 @@ def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topo
         Link(a=f"d{k}", b="bus", bandwidth=1e8 * (1 + k % 2), latency_s=1e-5 * (1 + k), duplex=duplex)  # type: ignore
         for k in range(count)
     )
-    taken = {"cpu_s": 1e4 * cpu_s_per_byte, "cpu_s_per_byte": cpu_s_per_byte}
-    taken["busy_factor"] = 1.6 if cpu_s_per_byte else 1.0
+    taken: dict[str, Any] = {"cpu_s": 1e4 * cpu_s_per_byte, "cpu_s_per_byte": cpu_s_per_byte}
+    taken |= {"busy_factor": 1.6 if cpu_s_per_byte else 1.0, "pack_s_per_byte": 3 * cpu_s_per_byte}
+    taken["tensor_by_form"] = {form: 1e3 * cpu_s_per_byte for form in FORMS}
     communication = preset.communication.model_copy(update=taken)
     fields = {f: getattr(preset, f) for f in Topology.model_fields}
     fields |= {"name": "uneven", "devices": tuple(Device(**dict(d)) for d in devices), "switches": ("bus",)}

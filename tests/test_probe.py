@@ -100,6 +100,27 @@ def test_the_busy_factor_is_what_an_all_reduce_takes_beside_computations_over_wh
         assert found.busy_factor == factor
 
 
+def test_an_all_reduce_begins_when_all_ranks_of_a_processor_have_put_together_what_they_add() -> None:
+    own = FormTime(1000, 2.0, packing_s=3e-3)
+    forms = dict.fromkeys(FORMS, FormTime(1000, 1.0, packing_s=1.0)) | {"all_reduce": own}
+    alone = fit(measured(hosts(2), forms=forms), "cluster", "made up")
+    assert alone.communication.pack_s_per_byte == 3e-6
+    unpacked = alone.model_copy(update={"communication": alone.communication.model_copy(update={"pack_s_per_byte": 0})})
+    later, plain = (Pricing(cluster).all_reduce(range(2), 5000).duration_s for cluster in (alone, unpacked))
+    assert later - plain == pytest.approx(15e-3)
+    together = [replace(host, machine="one") for host in hosts(2)]
+    assert fit(measured(together, forms=forms), "cluster", "made up").communication.pack_s_per_byte == 6e-6
+
+
+def test_further_tensors_take_what_all_ranks_of_a_processor_do_for_them() -> None:
+    per_form = {"all_reduce": 1e-5, "all_gather": 2e-5}
+    forms = dict.fromkeys(FORMS, FormTime(1000, 1.0))
+    together = [replace(host, machine="one") for host in hosts(2)]
+    for facts, sharing in ((hosts(2), 1), (together, 2)):
+        found = fit(replace(measured(facts, forms=forms), tensor_s=per_form), "cluster", "made up").communication
+        assert found.tensor_by_form == pytest.approx({form: sharing * seconds for form, seconds in per_form.items()})
+
+
 def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:
     """A ring's busiest link carries a share of what is to cross devices: 3 of 12 MB among four."""
     link_s = 3_000_000 / RATE

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from flexsearch import zoo
+from flexsearch.clocks import Clock
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.costed import Costed
 from flexsearch.cost.profile import LONG_VECTOR, SHORT_VECTOR, Entry, WorkRate
@@ -25,6 +27,7 @@ from flexsearch.measure.neighbours import SWEEPS, Neighbours, neighbours
 from flexsearch.measure.profiler import profile_graph
 from flexsearch.measure.recipe_work import KINDS, RECIPE, measure_recipe_work
 from flexsearch.measure.reference import Sizes
+from flexsearch.measure.runs import Run, Samples, backward_tasks, forward_tasks, grouped
 from flexsearch.measure.sweeps import Bench
 from flexsearch.measure.updates import OPTIMIZERS, UPDATE, measure_updates
 from flexsearch.sync import kinds
@@ -126,9 +129,10 @@ def test_backward_tasks_of_operators_that_need_a_gradient_have_times() -> None:
         assert entry.forward_s > 0
         assert (entry.backward_s > 0) == any(costed.needs)
         assert entry.repeats >= 2
-        assert (entry.halves_s is not None) == costed.trained
-        if entry.halves_s is not None:  # an embedding makes gradients of weights alone
-            assert entry.halves_s[1] > 0 and (entry.halves_s[0] > 0) == (costed.gradients is not None)
+        assert entry.halves_s is not None  # of what has no weights all is the first half
+        assert (entry.halves_s[1] > 0) == costed.trained
+        if costed.trained:  # an embedding makes gradients of weights alone
+            assert (entry.halves_s[0] > 0) == (costed.gradients is not None)
 
 
 def test_all_splits_are_measured_and_then_found() -> None:
@@ -321,3 +325,55 @@ def test_batch_norm_by_all_samples_is_measured_as_one() -> None:
             split = any(case.extents[axis] < op.sizes[axis] for axis in ("n", "s0", "s1"))
             found.add((op.kind, split, normalising(op, case.extents, own) is own))
     assert found == {(kind, split, split) for kind in ("batch_statistics", "batch_norm") for split in (False, True)}
+
+
+class Counted(Clock):
+    """Counts its marks."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+
+def runs_of(graph: OperatorGraph, bench: Bench) -> list[Run]:
+    """The whole operators of a graph."""
+    return [Run(case, bench.numbers, Samples(case)) for case in plan(graph, 1)[0]]
+
+
+def test_a_group_runs_without_anything_between_and_goes_back_one_after_the_other() -> None:
+    """All forward tasks share their marks; autograd finishes with each piece before it takes the one before."""
+    made = zoo.llama7b(batch=2, seq=8, layers=1, hidden=16, heads=2, ffn=32, vocab=50, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="llama")
+    runs, clock = runs_of(graph, Bench("cpu")), Counted()
+    forward_tasks(runs, clock, halved=False)
+    assert [run.ended for run in runs[:-1]] == [run.began for run in runs[1:]]
+    assert clock.marks == len(runs) + 1
+    backward_tasks(runs[::-1], half=False)
+    back = [(run.entered, run.left) for run in runs[::-1] if run.entered is not None]
+    assert len(back) > 10
+    marks = [mark for pair in back for mark in pair]
+    assert marks == sorted(marks)
+
+
+def test_groups_hold_what_a_cache_holds_and_at_least_one_piece() -> None:
+    runs = runs_of(small_net(), Bench("cpu"))
+    sizes = [run.case.costed.forward(run.case.extents).nbytes for run in runs]
+    assert [list(group) for group in grouped(runs, sum(sizes))] == [runs]
+    assert [len(group) for group in grouped(runs, 0.0)] == [1] * len(runs)
+    limit = max(a + b for a, b in pairwise(sizes))
+    for group in grouped(runs, limit):
+        assert len(group) == 1 or sum(run.case.costed.forward(run.case.extents).nbytes for run in group) <= limit
+
+
+def test_hosts_of_devices_with_a_queue_have_times_of_their_own() -> None:
+    """As on a GPU, but that this device computes at once."""
+    bench, cases = Bench("cpu"), plan(small_net(), 1)[0]
+    bench.queued = True
+    entries = bench.measure(cases, 2)
+    assert entries.keys() == {case.key for case in cases}
+    assert all(entry.host_s is not None and entry.host_s[0] > 0.0 for entry in entries.values())
+    bench.queued = False
+    assert all(entry.host_s is None for entry in bench.measure(cases, 2).values())

@@ -305,6 +305,17 @@ def test_sums_of_messages_cost_what_a_reduce_scatter_does_and_swaps_do_not() -> 
     assert (one.form, one.senders, one.receivers) == ("reduce_scatter", (1,), (0,))
 
 
+def test_two_messages_take_a_processor_twice_as_much_as_one_all_reduce() -> None:
+    topology = Topology.load("ethernet-1g:2")
+    both = [tuple(Entry(d, ((0, 8),), term) for d, term in enumerate(terms)) for terms in ((0, 1), (0, 0))]
+    forms = []
+    for cpu_s in (0.0, 1e-2):
+        communication = topology.communication.model_copy(update={"cpu_s": cpu_s})
+        cluster = topology.model_copy(update={"communication": communication})
+        forms.append([exchange.form for exchange in reshard(*both, ITEMSIZE, cluster).exchanges])
+    assert forms == [["reduce_scatter"] * 2, ["all_reduce"]]
+
+
 def test_gradients_that_share_a_communication_are_chosen_by_bytes_alone() -> None:
     """A few bytes go faster as two messages than around a ring, but a bucket of them does not."""
     topology = Topology.load("ethernet-1g:2")

@@ -21,9 +21,11 @@ from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, REGATHER, 
 from flexsearch.lower.schedule import FIRST_BUCKET_BYTES, Stages, buckets_of, make_blocks, make_schedule
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.schedule import V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
+from flexsearch.topology.parts import FORMS
 from tests.engine_oracle import Simulation
 from tests.random_strategies import configs
 from tests.test_baselines import cnn, mlp, transformer
@@ -60,6 +62,23 @@ def test_orders_that_do_not_fit_their_schedule_are_refused(kind: Any, orders: in
     stages = Stages((0, 2), ((0,), (1,)), 2, kind, rows)
     with pytest.raises(FlexsearchError, match=says):
         make_schedule(make_blocks(mlp(), Options(bucket_bytes=1), stages), stages, 2)
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "fsdp"])
+def test_each_tensor_of_a_bucket_but_one_takes_ranks_what_the_topology_says(name: Any) -> None:
+    graph, topology = mlp(width=64, layers=6), Topology.load("ethernet-1g:2")
+    per_form = dict.fromkeys(FORMS, 1e-3) | {"all_reduce": 2e-3}
+    communication = topology.communication.model_copy(update={"tensor_by_form": per_form})
+    longer = topology.model_copy(update={"communication": communication})
+    plan = baseline(name, graph, topology, Options()).configs
+    configs = [plan[op.name] for op in graph.operators]
+    plain, slow = (Lowering(graph, t, Costs(graph, t)).lower(configs, Options()).tasks for t in (topology, longer))
+    sizes = set()
+    for before, after, what in zip(plain.duration, slow.duration, plain.communication, strict=True):
+        more = 0.0 if what is None else per_form[what.form] * (len(what.members) - 1)
+        assert after - before == pytest.approx(more)
+        sizes.add(0 if what is None else len(what.members))
+    assert max(sizes) > 2
 
 
 def test_the_first_bucket_of_a_stage_is_small() -> None:

@@ -64,6 +64,8 @@ def price_collective(
     if tally.groups.hosts[slot] > np.uint32(1):
         return _across(rates, tally, loads, form, slot, count, passes, steps, edge, size)
     factor, start = rates.factor[form], rates.overhead_s[0] + steps * tally.groups.latency[slot]
+    if form == ALL_REDUCE:  # of many tensors or one, ranks copy them first
+        start += rates.pack_s_per_byte[0] * np.float64(nbytes)
     if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
         factor, start = rates.group_factor[count], rates.launch_s[0] + steps * rates.step_s[count]
         if rates.protocol_factor[count, ZERO] > 0.0:

@@ -108,7 +108,8 @@ class Costs:
     def halves(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
         """Seconds of the halves of backward tasks in two (rows), of pieces of these extents on a kind of device: of
         that which makes the gradients of inputs, and of that which makes those of parameters. Together they take as
-        long as the whole, or longer: the second is a call of autograd of its own."""
+        long as the whole, or longer: what the first half reads is set aside, the second is a call of autograd of its
+        own."""
         found, known = [], self._known_halves
         for extent in extents:
             key = self.alike[operator], extent, kind
@@ -162,10 +163,10 @@ class Costs:
             return (0.0, backward) if half == "weights" else (backward, 0.0)
         named = dict(zip(self._axes[operator], extents, strict=True))
         weights = float(whole(backward * costed.weight_share(named)))
-        if not costed.trained or kind_of(costed.op).given_seconds(costed.op, named) is not None:
+        if not backward or kind_of(costed.op).given_seconds(costed.op, named) is not None:
             return backward - weights, weights
         inputs, weights = self._models[kind].halves(costed, named, backward - weights, backward)
-        return inputs, max(weights, backward - inputs)
+        return (inputs, max(weights, backward - inputs)) if costed.trained else (max(inputs, backward), 0.0)
 
     def compute_many(self, operator: int, extents: Mapping[str, Numbers], device: int) -> tuple[Seconds, Seconds]:
         """As ``compute``, of many pieces at once: ``extents`` gives an array for every axis, one number a piece."""

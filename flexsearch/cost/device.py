@@ -113,8 +113,9 @@ class DeviceModel:
         if entry is not None and entry.halves_s is not None:
             inputs, weights = (s * self._compute + self._task_s for s in entry.halves_s)
         else:
-            weights = backward * self._longer.get(costed.op.kind, 1.0) - inputs
-        return min(float(whole(inputs)), backward), float(whole(weights))
+            longer = self._longer.get(costed.op.kind, 1.0)
+            inputs, weights = (inputs, backward * longer - inputs) if costed.trained else (backward * longer, 0.0)
+        return float(whole(inputs)), float(whole(weights))
 
     def seconds_many(self, costed: Costed, extents: Mapping[str, Numbers]) -> tuple[Seconds, Seconds]:
         """Seconds of forward and backward tasks of pieces given as arrays of extents."""

@@ -46,8 +46,9 @@ class Work(FileModel):
 
 class Entry(FileModel):
     """One measured piece: seconds (medians over ``repeats``), and the work that the roofline counts for it.
-    ``halves_s``: of a piece with weights, what the backward pass takes in two halves, gradients of the other inputs and
-    then, in a call of autograd of its own, those of the weights. ``product``: rows, columns and indices summed away, if
+    ``halves_s``: what the backward pass takes in two halves: gradients of what is no weight, and what the forward pass
+    takes longer for setting aside what that half reads; then, in a call of autograd of its own, those of the weights.
+    ``product``: rows, columns and indices summed away, if
     it is a matrix product. ``host_s``: of a GPU, what its host takes to launch the forward and the backward task, at
     the least."""
 

@@ -28,16 +28,18 @@ MOST_TURNS: Any = np.int64(4096)
 @packed
 class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
-    ``factor``; ``cpu_s_per_byte``, processor time; ``by_group``: whether the library has algorithms for groups of
-    devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor`` (its resource), ``host``. By
-    members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if not known; ``least_s``, and
-    of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is but one. (1,):
-    ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a communication, whatever
-    its bytes; ``reduces_numbers``, whether sums of single numbers go by all-reduce whatever messages would take."""
+    ``factor``; ``cpu_s_per_byte``, processor time; ``tensor_s`` of each tensor but one; ``by_group``: whether the
+    library has algorithms for groups of devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor``
+    (its resource), ``host``. By members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if
+    not known; ``least_s``, and of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is
+    but one. (1,): ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a
+    communication, whatever its bytes; ``pack_s_per_byte``, until an all-reduce begins; ``reduces_numbers``, whether
+    sums of single numbers go by all-reduce whatever messages would take."""
 
     bandwidth: F64
     factor: F64
     cpu_s_per_byte: F64
+    tensor_s: F64
     by_group: U8
     turn_bytes: F64
     processor: U32
@@ -51,6 +53,7 @@ class Rates(NamedTuple):
     message_s: F64
     launch_s: F64
     cpu_s: F64
+    pack_s_per_byte: F64
     reduces_numbers: U8
 
 
@@ -299,6 +302,7 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
         factor=np.array([communication.factors[form] * learned.time for form in FORMS]),
         cpu_s_per_byte=np.array([communication.cpu_s_per_byte_of(form) for form in FORMS]),
+        tensor_s=np.array([communication.tensor_by_form.get(form, 0.0) for form in FORMS]),
         by_group=np.array([communication.by_group(form) for form in FORMS], np.uint8),
         turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
@@ -307,6 +311,7 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
         overhead_s=np.array([max(0.0, communication.overhead_s + learned.start_s)]),
         message_s=np.array([max(0.0, communication.message_s + more_s)]),
         launch_s=np.array([max(0.0, launch + learned.start_s)]), cpu_s=np.array([communication.cpu_s]),
+        pack_s_per_byte=np.array([communication.pack_s_per_byte]),
         # A thread of gloo's own reduces. The thread that computes posts messages, and where it is preempted while it
         # holds a connection's lock, 4 bytes (a count, the loss) took 6 to 10 ms in a tenth of the steps.
         reduces_numbers=np.array([communication.backend == "gloo"], np.uint8),

@@ -155,10 +155,10 @@ class BlockTable(NamedTuple):
     ``forward``, ``backward``: the block that sends what it reads, and the one that sends its gradient (NOTHING: none);
     ``again``: the RECOMPUTE or REGATHER block that sends what it reads once more (NOTHING: none); ``kept``: the
     GATHER_ONCE block that sends it (NOTHING: none). By operator: ``forward_of``, ``backward_of`` (NOTHING: it has
-    none), ``weight_of`` (NOTHING: its backward pass is whole), ``recompute_of`` (NOTHING: none), ``region`` (NOTHING:
-    not computed again); by weight: ``gather_of``, ``regather_of`` and ``gather_once_of`` (NOTHING: none), ``bucket``,
-    in which gradients go that are summed over the microbatches, and ``each``, in which they go for each (NOTHING: it is
-    not trained; the same one where there is no other).
+    none), ``weight_of`` (NOTHING: none), ``halved`` (whether its stage puts off gradients of weights), ``recompute_of``
+    (NOTHING: none), ``region`` (NOTHING: not computed again); by weight: ``gather_of``, ``regather_of`` and
+    ``gather_once_of`` (NOTHING: none), ``bucket``, in which gradients go that are summed over the microbatches, and
+    ``each``, in which they go for each (NOTHING: it is not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
     ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
     ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``, ``added_by`` (before which it is added): blocks."""
@@ -180,6 +180,7 @@ class BlockTable(NamedTuple):
     forward_of: U32
     backward_of: U32
     weight_of: U32
+    halved: U8
     recompute_of: U32
     read_of: U32
     region: U32

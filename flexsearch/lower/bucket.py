@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, ONE, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import price_collective
 from flexsearch.cost.tally import Loads, Tally, drag_seconds, duration, link_seconds, takes_cpu
+from flexsearch.cost.ticks import whole
 from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.orbits import at_once
 from flexsearch.lower.schedule import ALL, EACH
@@ -230,7 +231,8 @@ def _list(program: Program, groups: Groups, resource: U32, seconds: F64, count: 
 @lean
 def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) -> Any:
     """How many resources a group's communication keeps busy (``touched``, the seconds of each in ``load``, as often
-    as ``many`` says), and its duration (s): messages add up on every link, collectives become one of all bytes."""
+    as ``many`` says), and its duration (s): messages add up on every link, collectives become one of all bytes, and
+    ranks put one tensor after the other in its place."""
     key, start, busiest, total = np.uint64(groups.key[phase, g]), 0.0, 0.0, np.int64(0)
     form, m = np.uint64(pools.key_form[key]), np.uint64(groups.head[phase, g])
     one = np.uint64(groups.exchange[m])
@@ -248,13 +250,19 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
         for j in range(touched):
             r = np.uint64(groups.touched[j])
             groups.many[r] = at_once(pools.orbit[one], groups.many[r], program.images[r])
-        return touched, seconds
+        return touched, seconds + _more_tensors(program, groups, phase, g, form)
     touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
         groups.load[r] = link_seconds(program.rates.factor[form], groups.load[r], program.bandwidth[r])
         busiest = max(busiest, groups.load[r])
-    return touched, duration(start, busiest)
+    return touched, duration(start + _more_tensors(program, groups, phase, g, form), busiest)
+
+
+@lean
+def _more_tensors(program: Program, groups: Groups, phase: Any, g: Any, form: Any) -> Any:
+    """Seconds that ranks take for the tensors of a group beyond the first one."""
+    return whole(program.rates.tensor_s[form] * (np.float64(groups.size[phase, g]) - 1.0))
 
 
 @lean
@@ -264,10 +272,14 @@ def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: A
     form = np.uint64(pools.key_form[key])
     if not takes_cpu(program.rates, form):
         return ZERO
+    more = _more_tensors(program, groups, phase, g, form)
     if pools.key_group[key] == 1:
-        return _list(program, groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
+        touched = _list(program, groups, groups.loads.drag, groups.loads.drag_s, groups.loads.size[1])
+        for j in range(touched):
+            groups.load[np.uint64(groups.touched[j])] += more
+        return touched
     touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
-        groups.load[r] = drag_seconds(program.rates, form, groups.load[r])
+        groups.load[r] = drag_seconds(program.rates, form, groups.load[r]) + more
     return touched

@@ -45,7 +45,7 @@ def mark_pieces(pools: Pools, draft: Draft, config: Any) -> None:
 @lean
 def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any) -> None:
     """The computations of an operator's pieces in block ``b``."""
-    kind, halved = blocks.kind[b], blocks.weight_of[np.uint64(blocks.argument[b])] != NOTHING
+    kind, halved = blocks.kind[b], blocks.halved[np.uint64(blocks.argument[b])] == 1
     first = np.uint64(pools.config_first[config])
     for k in range(first, np.uint64(pools.config_last[config])):
         ticks: Any = pools.entry_forward[k]

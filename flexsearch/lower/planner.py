@@ -20,6 +20,7 @@ from flexsearch.lower.moves import FREE, GIVEN, SHARED, clear_done, collect, cut
 from flexsearch.lower.sums import all_reduces, number_hosts, number_sets, reduce_across, scatter, sum_within
 from flexsearch.lower.traffic import NONE, SOON, make_exchanges
 from flexsearch.lower.workspace import (
+    DRAG,
     FIRST,
     FULL,
     LAST,
@@ -69,7 +70,7 @@ def plan(
     make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
     half, middle = moves.size[0], rows.size[0]
     _choose(result, ONE, ZERO, middle, middle, ZERO, half, half)
-    best, nbytes = _seconds(rows, ZERO, middle, starts), _nbytes(rows, ZERO, middle)
+    best, nbytes = _seconds(rates, rows, ZERO, middle, starts), _nbytes(rows, ZERO, middle)
     if mode == FREE and share(destination, moves, groups):
         # Second candidate: sums by all-reduce. Ties go to the earlier, simpler plan; bytes break near-ties in which
         # latencies differ by nothing.
@@ -81,7 +82,7 @@ def plan(
             collect(routes, source, destination, mode, groups, moves, result)
             make_exchanges(routes, rates, source, destination, half, itemsize, moves, sets, rows)
             last, end = rows.size[0], moves.size[0]
-            seconds, more = _seconds(rows, first, last, starts), _nbytes(rows, first, last)
+            seconds, more = _seconds(rates, rows, first, last, starts), _nbytes(rows, first, last)
             if seconds < best or (seconds == best and more < nbytes):
                 best, nbytes = seconds, more
                 _choose(result, ONE, first, last, last, begin, end, end)
@@ -96,7 +97,7 @@ def plan(
         collect(routes, workspace.middle, destination, GIVEN, groups, moves, result)
         make_exchanges(routes, rates, workspace.middle, destination, half, itemsize, moves, sets, rows)
         last, end = rows.size[0], moves.size[0]
-        seconds = _seconds(rows, first, middle, starts) + _seconds(rows, middle, last, starts)
+        seconds = _seconds(rates, rows, first, middle, starts) + _seconds(rates, rows, middle, last, starts)
         more = _nbytes(rows, first, last)
         if seconds < best or (seconds == best and more < nbytes):
             best, nbytes = seconds, more
@@ -110,7 +111,7 @@ def plan(
                 half, middle = moves.size[0], rows.size[0]
                 reduce_across(routes, rates, destination, ZERO, boxes, itemsize, groups, moves, rows)
                 last, end = rows.size[0], moves.size[0]
-                seconds = _seconds(rows, first, middle, starts) + _seconds(rows, middle, last, starts)
+                seconds = _seconds(rates, rows, first, middle, starts) + _seconds(rates, rows, middle, last, starts)
                 more = _nbytes(rows, first, last)
                 found = seconds < best or (seconds == best and more < nbytes)
             if found:
@@ -201,10 +202,10 @@ def _choose(result: U64, phases: Any, first: Any, middle: Any, last: Any, begin:
 
 
 @lean
-def _seconds(rows: Exchanges, first: Any, last: Any, starts: Any) -> Any:
-    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share; without
-    ``starts``: its busiest link."""
-    slowest, load, loads = 0.0, rows.tally.load, rows.loads
+def _seconds(rates: Rates, rows: Exchanges, first: Any, last: Any, starts: Any) -> Any:
+    """Duration of a phase if nothing else used the links: its slowest exchange, or the link that several share, and
+    what starts take from the processor that takes part in most of them; without ``starts``: its busiest link."""
+    slowest, most, load, loads = 0.0, np.int64(0), rows.tally.load, rows.loads
     for x in range(first, last):
         slowest = max(slowest, rows.duration[x]) if starts else slowest
     if last - first > ONE or (last > first and not starts):
@@ -216,7 +217,15 @@ def _seconds(rows: Exchanges, first: Any, last: Any, starts: Any) -> Any:
             slowest = max(slowest, np.float64(load[r]) * TICK)
         for k in range(begin, end):
             load[np.uint64(loads.link[k])] = 0
-    return slowest
+    if last > first and starts and rates.cpu_s[0] > 0.0:
+        begin = np.uint64(rows.end[DRAG, first - ONE]) if first > ZERO else ZERO
+        end = np.uint64(rows.end[DRAG, last - ONE])
+        for k in range(begin, end):
+            load[np.uint64(loads.drag[k])] += 1
+            most = max(most, load[np.uint64(loads.drag[k])])
+        for k in range(begin, end):
+            load[np.uint64(loads.drag[k])] = 0
+    return slowest + rates.cpu_s[0] * np.float64(most)
 
 
 @lean

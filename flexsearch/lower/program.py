@@ -264,6 +264,7 @@ def make_block_table(
         forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
         backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
         weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
+        halved=np.array([stages.splits(stage) for stage in stages.of(len(graph.operators))], np.uint8),
         recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
         read_of=numbers(place[READ, 0] if i in lowering.readers else -1 for i in range(len(graph.operators))),
         region=numbers(blocks.region),

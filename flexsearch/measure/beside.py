@@ -8,37 +8,61 @@ cores, an all-reduce took 0.36 ns of its own threads for each byte sent or recei
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-LAYERS: Final = 16
+PARTS: Final = 16
 """Of the network, each of which is computed once forward and once backward."""
+HEADS: Final = 4
 Between = Callable[[Tensor], Tensor]
+Weights = Sequence[Tensor]
+
+
+def _attention(x: Tensor, weights: Weights) -> Tensor:
+    """Of 8 sequences of 32 tokens, with what goes before and after it in a decoder."""
+    scale, joint, out = weights
+    projected = F.rms_norm(x, x.shape[-1:], scale) @ joint
+    query, key, value = (part.view(8, 32, HEADS, -1).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return x + attended.transpose(1, 2).flatten(0, 1).flatten(1) @ out
+
+
+def _gated(x: Tensor, weights: Weights) -> Tensor:
+    """A feed-forward layer."""
+    scale, gate, up, down = weights
+    normal = F.rms_norm(x, x.shape[-1:], scale)
+    return x + (F.silu(normal @ gate) * (normal @ up)) @ down
 
 
 class Network:
-    """A small network of linear layers; what it holds is more than the caches of a core, but not of a processor."""
+    """A small decoder, in as many kinds of operators as ranks run between two communications: what these find in the
+    caches is part of what is measured. It holds more than the caches of a core, but not of a processor."""
 
     def __init__(self) -> None:
-        shapes = (128, 256), (256, 128)
-        self._weights = [[(torch.randn(shape) / 16).requires_grad_() for shape in shapes] for _ in range(LAYERS)]
+        shapes = [(128,), (128, 384), (128, 128)], [(128,), (128, 344), (128, 344), (344, 128)]
+        self._parts = [
+            (part, [(torch.randn(shape) / 16).requires_grad_() for shape in shapes[k % 2]])
+            for k, part in enumerate((_attention, _gated) * (PARTS // 2))
+        ]
         self._rows = torch.ones(256, 128)
 
     def step(self, between: Between | None = None) -> None:
-        """A forward and a backward pass. ``between`` is given each layer's result and each gradient of its operand,
+        """A forward and a backward pass. ``between`` is given each part's result and each gradient of its operand,
         and returns them: it cuts the passes into calls of autograd of their own."""
         x, passes = self._rows.clone().requires_grad_(), []
         leaf = x
-        for first, second in self._weights:
-            x = torch.relu(x @ first) @ second
+        for part, weights in self._parts:
+            x = part(x, weights)
             if between is not None:
-                passes.append((x, [leaf, first, second]))
+                passes.append((x, [leaf, *weights]))
                 x = leaf = between(x).requires_grad_()
         if between is None:
-            passes = [(x, [leaf, *(weight for layer in self._weights for weight in layer)])]
+            passes = [(x, [leaf, *(weight for _, weights in self._parts for weight in weights)])]
         gradient = self._rows
         for computed, wanted in reversed(passes):
             gradient = torch.autograd.grad(computed, wanted, gradient)[0]
@@ -51,3 +75,60 @@ class Network:
         for _ in range(count):
             self.step()
         return time.perf_counter() - began
+
+
+class Bucket:
+    """Small tensors that ranks send and receive together, with what they do for each in a closure of its own, as the
+    instructions of a step are. Between sending and receiving ranks compute, so that this code has left the caches."""
+
+    def __init__(self, count: int = 64, rows: int = 32) -> None:
+        self._slots: list[Any] = [torch.ones(rows, 32) for _ in range(count)]
+        self._kept: list[Any] = [None] * count
+        self._weights = [torch.ones(rows, 32, requires_grad=True) for _ in range(count)]
+        self._half, self._flat = rows // 2, torch.empty(0)
+        of_tensor = self._place, self._join, self._deliver
+        self._steps = [[partial(step, k) for step in of_tensor] for k in range(count)]
+
+    def summed_s(self, compute: Callable[[], object]) -> float:
+        """Processor seconds for each tensor of an all-reduce: copied into one buffer, and a part of it after that."""
+        began = time.thread_time()
+        self._flat = torch.cat([tensor.detach().reshape(-1) for tensor in self._slots])
+        return self._finished_s(began, compute, [(place, deliver) for place, _, deliver in self._steps])
+
+    def moved_s(self, compute: Callable[[], object]) -> float:
+        """The same of messages, from or to a rank that keeps half of each tensor: it is cut, and what comes is joined
+        with what is kept."""
+        began = time.thread_time()
+        for k, tensor in enumerate(self._slots):
+            self._kept[k] = tensor.detach()[: self._half].clone()
+        self._flat = torch.cat([tensor.detach()[self._half :].to(tensor.dtype).reshape(-1) for tensor in self._slots])
+        return self._finished_s(began, compute, [(join, deliver) for _, join, deliver in self._steps])
+
+    def _finished_s(
+        self, began: float, compute: Callable[[], object], steps: Sequence[Sequence[Callable[[], None]]]
+    ) -> float:  # fmt: skip
+        sent_s = time.thread_time() - began
+        compute()
+        began = time.thread_time()
+        for of_tensor in steps:
+            for step in of_tensor:
+                step()
+        return (sent_s + time.thread_time() - began) / len(steps)
+
+    def _part(self, k: int, rows: int) -> Tensor:
+        size = rows * 32
+        return self._flat[k * size : (k + 1) * size].view(rows, 32)
+
+    def _place(self, k: int) -> None:
+        self._slots[k] = self._part(k, 2 * self._half)
+
+    def _join(self, k: int) -> None:
+        joined = torch.empty(2 * self._half, 32)
+        joined[: self._half] = self._kept[k]
+        joined[self._half :] = self._part(k, self._half)
+        self._slots[k], self._kept[k] = joined, None
+
+    def _deliver(self, k: int) -> None:
+        gradient, self._slots[k] = self._slots[k], None
+        self._weights[k].grad = gradient
+        self._slots[k] = gradient.detach()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
@@ -27,7 +27,8 @@ PROBED: tuple[Figure, ...] = (
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "links.bandwidth",
     "links.latency_s", "communication.overhead_s", "communication.factors",
     "communication.message_s", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
-    "communication.busy_factor",
+    "communication.busy_factor", "communication.pack_s_per_byte",
+    "communication.tensor_by_form",
 )  # fmt: skip
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
@@ -41,13 +42,15 @@ class FormTime:
     """One form of communication among all ranks: ``nbytes`` that each rank sends to each it sends to (all-reduce: that
     each holds), and the seconds it took. ``lost_s``: how much later ranks are done that compute meanwhile, and
     ``busy_s``: seconds it takes then (of all-reduces);
-    ``copying_s``, for which a rank puts together what it sends and what came; 0 if not measured."""
+    processor time for which a rank puts together what it sends (``packing_s``), and with that what came
+    (``copying_s``); 0 if not measured."""
 
     nbytes: int
     seconds: float
     lost_s: float = 0.0
     busy_s: float = 0.0
     copying_s: float = 0.0
+    packing_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Measured:
     while nothing else moves. ``together``: B/s into and out of each place of several ranks while all of them talk to
     other places. Of a few bytes among all ranks: ``small_all_reduce_s`` where they do nothing else, ``pause_s`` (of
     ``PAUSE_BYTES``) where it interrupts what they compute, ``overlapped_s`` where they go on computing; 0 if not
-    measured."""
+    measured. ``tensor_s``: by form, processor time in which a rank puts a further tensor in its place."""
 
     backend: Literal["gloo", "nccl"]
     facts: Sequence[Facts]
@@ -68,6 +71,7 @@ class Measured:
     pause_s: float
     overlapped_s: float
     forms: Mapping[str, FormTime]
+    tensor_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def messages(form: str, ranks: int, nbytes: int) -> list[tuple[int, int, int]]:
@@ -107,6 +111,8 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         "factors": factors, "overhead_s": overhead + pause, "cpu_s_per_byte": by_form.pop("exchange", 0.0),
         "cpu_by_form": {form: seconds for form, seconds in by_form.items() if seconds},
         "busy_factor": max([1.0, *(found.busy_s / found.seconds for found in measured.forms.values())]),
+        "pack_s_per_byte": _pack_s_per_byte(measured.forms, sharing),
+        "tensor_by_form": {form: sharing * seconds for form, seconds in measured.tensor_s.items()},
     }  # fmt: skip
     return ideal.model_copy(update={"communication": communication.model_copy(update=figures)})
 
@@ -279,6 +285,13 @@ def _cpu_s_per_byte(form: str, ranks: int, found: FormTime, sharing: float) -> f
     # An all-reduce goes round a ring twice, n - 1 steps each, with an nth of the bytes.
     moved = 4 * (ranks - 1) / ranks * found.nbytes if form == "all_reduce" else 2 * sum(n for _, _, n in moves) / ranks
     return (found.lost_s / sharing + found.copying_s) / moved
+
+
+def _pack_s_per_byte(forms: Mapping[str, FormTime], sharing: float) -> float:
+    """Time until what a rank adds to an all-reduce is put together, for each byte of it, s. Those that share a
+    processor do it at the same time."""
+    found = forms.get("all_reduce")
+    return 0.0 if found is None else sharing * found.packing_s / found.nbytes
 
 
 def _factor(ideal: Topology, form: str, found: FormTime) -> float:

@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexsearch.allocator import keep_freed_memory
 from flexsearch.errors import RuntimeFailure
-from flexsearch.measure.beside import LAYERS, Network
+from flexsearch.measure.beside import PARTS, Bucket, Network
 from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.ranks import prefer_throughput, rendezvous
@@ -39,10 +40,10 @@ from flexsearch.topology.parts import FORMS, ONE_CALL
 T = TypeVar("T")
 MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
-"""MiB that a measured transfer moves at most. gloo: about a bucket of gradients, and less than the C library keeps for
-the next buffer (32 MiB), which ranks need not clear page by page again then."""
-BESIDE: Final = 2
-"""Ranks compute so many times as long as a communication takes that takes time from it: it is slower then."""
+"""MiB that a measured transfer moves at most. gloo: about a bucket of gradients."""
+BESIDE: Final = (2, 8)
+"""Ranks compute so many times as long as a communication takes that takes time from it, as it is slower then; the
+second where it has not come to its end in that time."""
 
 Meanwhile = Callable[[], object]
 Finish = Callable[[list[Tensor]], Tensor]
@@ -125,8 +126,9 @@ def probe(*, quick: bool = False, name: str = "probed") -> Topology:
         raise RuntimeFailure(
             f"the probe cannot measure backend {backend!r}", "Make the process group with gloo or nccl."
         )
-    if backend == "gloo":
-        prefer_throughput()  # as ranks do that run a plan
+    if backend == "gloo":  # as ranks do that run a plan
+        prefer_throughput()
+        keep_freed_memory()
     try:
         return _Probe("nccl" if backend == "nccl" else "gloo", QUICK if quick else THOROUGH).run(name)
     except RuntimeError as error:
@@ -147,11 +149,12 @@ class _Probe:
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
         self.tag = 0
         self.network = Network()
-        self.copying_s = 0.0
-        """Of the last ``move`` or ``all_reduce``: seconds for which this thread put together what it sent and what
-        came."""
-        self.busy_s = 0.0
-        """Of the last ``all_reduce`` beside computations, on this rank."""
+        self.packing_s = self.copying_s = 0.0
+        """Of the last ``move`` or ``all_reduce``: processor seconds for which this thread put together what it sent,
+        and with them those for what came."""
+        self.busy_s = self.waited_s = 0.0
+        """Of the last communication beside computations, on this rank: seconds of an all-reduce, and for which it
+        waited after it had computed."""
 
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
@@ -171,7 +174,10 @@ class _Probe:
             ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
             pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
-        measured = Measured(self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms)
+        tensor_s = self.tensors() if self.size > 1 and self.backend == "gloo" else {}
+        measured = Measured(
+            self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms, tensor_s
+        )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.control)
         assert boxed[0] is not None
@@ -263,17 +269,27 @@ class _Probe:
 
     def timed(self, nbytes: int, move: Callable[[Meanwhile], float]) -> FormTime:
         """What a form takes, of several times that ``move`` carries it out on all ranks."""
-        taken = [(move(_nothing), median(self.gather(self.copying_s))) for _ in range(self.effort.repeats)]
-        seconds, copying = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
+        taken = []
+        for _ in range(self.effort.repeats):
+            seconds, copies = move(_nothing), self.gather((self.copying_s, self.packing_s))
+            taken.append((seconds, *map(median, zip(*copies, strict=True))))
+        seconds, copying, packing = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
         if self.backend == "nccl":  # its kernels take no processor time
             return FormTime(nbytes, seconds)
-        return FormTime(nbytes, seconds, *self.beside(seconds, move), copying)
+        for times in BESIDE:
+            late, busy, waited = self.beside(seconds, move, times)
+            if waited <= seconds:
+                break
+        return FormTime(nbytes, seconds, late, busy, copying, packing)
 
-    def beside(self, seconds: float, move: Callable[[Meanwhile], object]) -> tuple[float, float]:
-        """How much later ranks are done that compute while ``move`` communicates, which takes ``seconds`` alone, and
-        what it takes then, if it is an all-reduce; s."""
+    def beside(
+        self, seconds: float, move: Callable[[Meanwhile], object], times: int
+    ) -> tuple[float, float, float]:  # fmt: skip
+        """How much later ranks are done that compute, for so many ``times`` of ``seconds``, while ``move``
+        communicates, which takes ``seconds`` alone; what it takes then, if it is an all-reduce; and for how long it
+        goes on when they have computed; s."""
         dist.barrier(group=self.control)
-        count = math.ceil(4 * BESIDE * seconds / min(self.gather(self.network.steps_s(4))))
+        count = math.ceil(4 * times * seconds / min(self.gather(self.network.steps_s(4))))
         taken = []
         for _ in range(self.effort.repeats):  # in turn, as the machine may be slower later
             spent: list[float] = []
@@ -281,10 +297,19 @@ class _Probe:
             spent.append(self.network.steps_s(count))
             move(lambda spent=spent: spent.append(self.network.steps_s(count)))  # type: ignore[misc]
             alone, beside = map(max, zip(*self.gather(spent), strict=True))
-            taken.append((beside - alone, max(self.gather(self.busy_s))))
+            busy, waited = map(max, zip(*self.gather((self.busy_s, self.waited_s)), strict=True))
+            taken.append((beside - alone, busy, waited))
             self.busy_s = 0.0
-        late, busy = map(median, zip(*taken, strict=True))
-        return max(0.0, late), busy
+        late, busy, waited = map(median, zip(*taken, strict=True))
+        return max(0.0, late), busy, waited
+
+    def tensors(self) -> dict[str, float]:
+        """Processor seconds, by form, in which a rank puts one more tensor in its place."""
+        bucket, taken = Bucket(), []
+        for _ in range(4 * self.effort.repeats):
+            taken.append((bucket.summed_s(self.network.step), bucket.moved_s(self.network.step)))
+        summed, moved = (median(self.gather(_undisturbed(list(column)))) for column in zip(*taken, strict=True))
+        return {form: summed if form == "all_reduce" else moved for form in FORMS if form != "exchange"}
 
     # ---- moving bytes
 
@@ -318,7 +343,7 @@ class _Probe:
             works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
         else:
             torch.cuda.synchronize()
-        self.copying_s = 0.0
+        self.packing_s = self.copying_s = 0.0
         if finish:
             outgoing = self.packed(outgoing)
         dist.barrier(group=self.control)
@@ -332,22 +357,23 @@ class _Probe:
             )
         if meanwhile is not None:
             meanwhile()
+        computed = time.perf_counter()
         for work in works:
             if work is not None:
                 work.wait()
-        arrived = time.perf_counter()
+        self.waited_s, arrived = time.perf_counter() - computed, time.thread_time()
         if finish and received:
             finish([own, *received.values()])
-            self.copying_s += time.perf_counter() - arrived
+            self.copying_s += time.thread_time() - arrived
         if self.backend == "nccl":
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
     def packed(self, outgoing: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Copies of tensors in memory that is new, as ranks put together what they send."""
-        began = time.perf_counter()
+        began = time.thread_time()
         copies = {peer: tensor.clone() for peer, tensor in outgoing.items()}
-        self.copying_s = time.perf_counter() - began
+        self.packing_s = self.copying_s = time.thread_time() - began
         return copies
 
     def all_reduce(self, nbytes: int, pack: bool = False, meanwhile: Meanwhile | None = None) -> float:
@@ -364,7 +390,9 @@ class _Probe:
             ended: list[float] = []
             work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
             meanwhile()
+            computed = time.perf_counter()
             work.wait()
+            self.waited_s = time.perf_counter() - computed
             self.busy_s = max(ended, default=time.perf_counter()) - began
         work.wait()
         if self.backend == "nccl":
@@ -386,10 +414,10 @@ class _Probe:
             return time.perf_counter() - began
 
         ways, taken = ((False, False), (True, True), (True, False)), []
-        for _ in range(4 * self.effort.repeats):  # in turn, as the machine may be slower later
+        for _ in range(8 * self.effort.repeats):  # in turn, as the machine may be slower later
             taken.append([max(self.gather(step(*way))) for way in ways])
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
-        return max(0.0, waiting - whole) / (2 * LAYERS), max(0.0, going_on - whole) / (2 * LAYERS)
+        return max(0.0, waiting - whole) / (2 * PARTS), max(0.0, going_on - whole) / (2 * PARTS)
 
     def call(self, form: str, nbytes: int) -> float:
         """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest

@@ -21,6 +21,7 @@ from flexsearch.graph.ops.batch_norm import normalising
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import in_types, preferred
 from flexsearch.measure.cases import Case
+from flexsearch.saved import aside
 
 FIRST_S = 2.0
 """The first sweep of an entry counts only if it takes longer."""
@@ -67,12 +68,13 @@ class Numbers:
 
 class Samples:
     """What was measured of an entry, in seconds. ``times``: (forward, backward) of each piece of each sweep;
-    ``halves``: of the two halves of backward passes; ``hosts``: that the host took for forward and backward."""
+    ``halves``: (forward, first half, second half) where backward passes have halves; ``hosts``: that the host took for
+    forward and backward."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.times: list[Times] = []
-        self.halves: list[Times] = []
+        self.halves: list[tuple[float, float, float]] = []
         self.hosts: list[Times] = []
 
     @property
@@ -86,15 +88,19 @@ class Samples:
             self.times = []
 
     def entry(self) -> Entry:
-        """Medians of what was measured."""
-        costed = self.case.costed
+        """Medians of what was measured. What a forward pass takes longer for backward passes in halves is part of
+        their first half."""
+        costed, halves = self.case.costed, None
         forward_s, backward_s = _medians(self.times)
+        if self.halves:
+            ahead, inputs, weights = (median(column) for column in zip(*self.halves, strict=True))
+            halves = inputs if costed.trained else max(0.0, ahead - forward_s + inputs), weights
         return Entry(
             kind=costed.op.kind,
             dtype=costed.dtype,
             forward_s=forward_s,
             backward_s=backward_s,
-            halves_s=_medians(self.halves) if self.halves else None,
+            halves_s=halves,
             repeats=len(self.times),
             forward=costed.forward(self.case.extents),
             backward=costed.backward(self.case.extents),
@@ -136,8 +142,8 @@ class Run:
         self.left: Any = None
         """Marks of the backward task: autograd takes the gradient of a result, and has those of all operands."""
         self._hooks = 0
-        self.halves: tuple[tuple[Any, Any], tuple[Any, Any]] | None = None
-        """Marks of the two halves of the backward task."""
+        self.apart: tuple[Any, Any] = None, None
+        """Marks of the second half of the backward task, if it has any."""
 
     def prepare(self) -> None:
         """Write the activations that the piece reads, as the operator before it would have done."""
@@ -148,10 +154,13 @@ class Run:
                 operand = self.numbers.fill(torch.empty_like(operand, device=self.numbers.device))
             self._operands.append(operand.detach().requires_grad_() if operand is not None and need else operand)
 
-    def forward(self) -> None:
-        """The forward task."""
+    def forward(self, halved: bool) -> None:
+        """The forward task; ``halved``: for a backward pass in halves."""
         if self._saved is None:
             result, self._saved = self._watched()
+        elif halved and not self.case.costed.trained:
+            with aside([]):
+                result = self._compute()
         else:
             result = self._compute()
         self._outputs = result if isinstance(result, tuple) else (result,)
@@ -208,13 +217,12 @@ class Run:
         """Seconds of the forward and the backward task, in which the clock has ``hook_s`` for each hook: half of the
         first and half of the last, and all of those between."""
         backward_s = _between(clock, self.entered, self.left)
-        return clock.between(self.began, self.ended), max(0.0, backward_s - (self._hooks - 1) * hook_s)
+        return clock.between(self.began, self.ended), max(0.0, backward_s - max(0, self._hooks - 1) * hook_s)
 
-    def add_halves(self, clock: Clock) -> None:
-        """Note the times of the two halves of the backward task."""
-        if self.halves is not None:
-            inputs, weights = (_between(clock, *marks) for marks in self.halves)
-            self.samples.halves.append((inputs, weights))
+    def halves_times(self, clock: Clock, hook_s: float) -> tuple[float, float, float]:
+        """Seconds of the forward task and of the two halves of the backward task."""
+        forward_s, inputs_s = self.times(clock, hook_s)
+        return forward_s, inputs_s, _between(clock, *self.apart)
 
     def _compute(self) -> Any:
         """The results of the operator."""
@@ -301,21 +309,21 @@ def grouped(runs: Sequence[Run], nbytes: float) -> Iterator[list[Run]]:
         yield group
 
 
-def forward_tasks(group: Sequence[Run], clock: Clock) -> None:
-    """The forward tasks of a group, one right after the other."""
+def forward_tasks(group: Sequence[Run], clock: Clock, halved: bool) -> None:
+    """The forward tasks of a group, one right after the other; ``halved``: for backward passes in halves."""
     for run in group:
         run.prepare()
     with named(group[0].case):
         mark = clock.mark()
         for run in group:
             run.began = mark
-            run.forward()
+            run.forward(halved)
             mark = run.ended = clock.mark()
     for run in group:
         run.release(clock)
 
 
-def backward_tasks(group: Sequence[Run], half: bool = False) -> None:
+def backward_tasks(group: Sequence[Run], half: bool) -> None:
     """The backward tasks of a group, or the ``half`` of them that makes no gradients of weights: in one call of
     autograd, which takes what was computed last first."""
     for run in group:
@@ -326,13 +334,16 @@ def backward_tasks(group: Sequence[Run], half: bool = False) -> None:
             run.clear()
 
 
-def weight_tasks(run: Run, clock: Clock) -> None:
-    """The other half of the backward task of a run, with the call of autograd; notes the times of both."""
-    if run.case.costed.trained and run.wanted():
-        inputs, start = (run.entered, run.left), clock.mark()
-        _differentiate([run], activations=False)
-        run.halves = inputs, (start, clock.mark())
-    run.clear()
+def weight_tasks(group: Sequence[Run], clock: Clock) -> None:
+    """The other half of the backward tasks of a group, a call of autograd for each."""
+    for run in group:
+        run.apart = None, None
+        if run.case.costed.trained and run.wanted():
+            first, start = (run.entered, run.left), clock.mark()
+            _differentiate([run], activations=False)
+            run.apart = start, clock.mark()
+            run.entered, run.left = first
+        run.clear()
 
 
 def _differentiate(group: Sequence[Run], *, activations: bool = True, weights: bool = True, keep: bool = False) -> None:

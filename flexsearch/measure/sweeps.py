@@ -8,8 +8,9 @@ repeated layers too, all forward tasks in the graph's order, then all backward t
 
 A rank calls autograd once for a run of operators. So the clock of a backward task runs from when the engine reaches the
 gradients of the results to when it has those of the operands: without the call. Where a schedule puts off the gradients
-of weights, a rank calls autograd for each layer. So some sweeps go back twice: for the gradients of what is no weight,
-and then, with the call, for those of the weights.
+of weights, a rank calls autograd for each layer, and has what operators without weights save set aside, each tensor by
+a call of Python, forward and backward. So some sweeps do that and go back twice: for the gradients of what is no
+weight, and then, with the call, for those of the weights.
 
 Of small operators the calls are what takes the time, and a call takes longer if other code has run in between. So small
 neighbours are a **group**: all their operands are written first, then they run right after each other, as in a step.
@@ -71,6 +72,10 @@ class Bench:
         self.numbers = Numbers(self.device)
         self.fill = self.numbers.fill
         self.hook_s = hook_s(self.device)
+        self._shown_s = 0.0 if self.queued else self.hook_s
+        """What the device's clock has of that."""
+        self._near = 0 if self.queued else GROUP_BYTES
+        """Groups of pieces that are timed by that clock."""
 
     def measure(self, cases: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
         """Entries of these cases, which stand in the graph's order. What a deadline leaves unmeasured is left out."""
@@ -93,7 +98,7 @@ class Bench:
                 if sweep > 1 and deadline is not None and time.monotonic() > deadline:
                     break
                 # The first one goes piece by piece, so that errors have a name.
-                self._add(runs, self.clock, GROUP_BYTES if sweep and not self.queued else 0.0)
+                self._add(runs, self.clock, self._near if sweep else 0.0)
             self._measure_hosts(runs, repeats, deadline)
             self._measure_halves(runs, repeats, deadline)
             entries |= {key: sample.entry() for key, sample in samples.items()}
@@ -106,7 +111,7 @@ class Bench:
             if clock is HOST:
                 run.samples.hosts.append(run.times(clock, self.hook_s))
             else:
-                run.samples.times.append(run.times(clock, 0.0 if self.queued else self.hook_s))
+                run.samples.times.append(run.times(clock, self._shown_s))
 
     def _measure_hosts(self, runs: Sequence[Run], repeats: int, deadline: float | None) -> None:
         """Sweeps timed by the host of a device that computes what it launches. What operands it has in which cache is
@@ -122,26 +127,27 @@ class Bench:
             for _ in range(min(repeats, HALVED_SWEEPS)):
                 if deadline is not None and time.monotonic() > deadline:
                     break
-                self._pass(runs, self.clock, halved=True)
+                self._pass(runs, self.clock, self._near, halved=True)
                 for run in runs:
-                    run.add_halves(self.clock)
+                    run.samples.halves.append(run.halves_times(self.clock, self._shown_s))
 
     def sweep(self, runs: Sequence[Run]) -> None:
         """One pass forward through the runs and back, of which nothing is kept."""
         self._pass(runs, self.clock)
 
     def _pass(self, runs: Sequence[Run], clock: Clock, nbytes: float = 0.0, halved: bool = False) -> None:
-        """One pass forward through groups of runs and back. ``halved``: back twice, piece by piece."""
+        """One pass forward through groups of runs and back. ``halved``: back twice, as where the gradients of weights
+        are put off."""
         batches = self._batches(runs, nbytes)
         back = [[group[::-1] for group in reversed(batch)] for batch in reversed(batches)]
         gc.disable()  # no pause for a collection inside a measurement
         try:
             for group in self._ahead(batches):
-                forward_tasks(group, clock)
+                forward_tasks(group, clock, halved)
             for group in self._ahead(back):
-                backward_tasks(group, halved and group[0].case.costed.trained)
+                backward_tasks(group, halved)
             for group in self._ahead(back) if halved else ():
-                weight_tasks(group[0], clock)
+                weight_tasks(group, clock)
         finally:
             gc.enable()
         self.clock.wait()

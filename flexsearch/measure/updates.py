@@ -38,7 +38,8 @@ def measure_updates(
     few = _weight_sizes(graph)
     many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
     nbytes = 4 * sum(few)
-    written = sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
+    # The forward pass writes activations; the backward pass reads them, and writes as many gradients.
+    written = 3 * sum(graph.tensor[name].nbytes for op in graph.operators for name in op.outputs)
     entries: dict[Optimizer, UpdateEntry] = {}
     for name, make in OPTIMIZERS.items():
         if switch is not None:
@@ -79,13 +80,13 @@ def _update_s(
     """Seconds of an update of float32 weights of these sizes, with clearing the gradients, where the step has
     ``touched`` so many bytes since the last one: on the device, and what its host takes."""
     weights = [torch.zeros(size, device=bench.device, requires_grad=True) for size in sizes]
-    activations = torch.zeros(max(1, touched // 4), device=bench.device)
+    parts = torch.zeros(max(len(weights), touched // 4), device=bench.device).tensor_split(len(weights))
     optimizer = make(weights)
     times, hosts = [], [0.0]
     for _ in range(repeats + 1):
         bench.clock.hold(2 * max(hosts))
-        activations.add_(1.0)
-        for weight in reversed(weights):
+        for weight, part in zip(reversed(weights), parts, strict=True):
+            part.add_(1.0)  # gradients are made all through the backward pass
             weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
         start, began = bench.clock.mark(), time.perf_counter()
         optimizer.step()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from flexsearch.saved import aside
+
 Kernel = Callable[..., Any]
 Body = Callable[..., Sequence[Any]]
 STEPS = 16
@@ -114,25 +116,9 @@ def _rungs(heights: Sequence[int]) -> list[Tensor]:
     return result
 
 
-def _aside(saved: list[Tensor | None]) -> saved_tensors_hooks:
-    """Has autograd save tensors in a list that can be cleared, though its graph is retained. A backward pass takes each
-    of them out of it as it gets there."""
-
-    def pack(tensor: Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    def take(place: int) -> Tensor:
-        tensor, saved[place] = saved[place], None
-        assert tensor is not None
-        return tensor
-
-    return saved_tensors_hooks(pack, take)
-
-
 def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: list[Tensor]) -> saved_tensors_hooks:
-    """The same of ``weights`` alone, which autograd asks for even where it does not read them: once they are gone it
-    gets something of their shape without memory. What it saves besides is noted in ``others``."""
+    """As ``saved.aside``, of ``weights`` alone, which autograd asks for even where it does not read them: once they are
+    gone it gets something of their shape without memory. What it saves besides is noted in ``others``."""
     memories = {weight.untyped_storage()._cdata for weight in weights}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -189,7 +175,7 @@ def _run(
         entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
         saved: list[Tensor | None] = []
         others: list[Tensor] = []
-        aside = _aside(saved) if weights else None
+        set_aside = aside(saved) if weights else None
         for kernel, operands, trained, loose, marked, over in steps:
             read = [None if k is None else local[k] for k in operands]
             for e, rung, at, lasts in trained:
@@ -199,10 +185,10 @@ def _run(
             if loose:
                 with _aside_of(saved, [local[k] for k in loose], others):
                     computed = kernel(*read)
-            elif aside is None or trained:
+            elif set_aside is None or trained:
                 computed = kernel(*read)
             else:
-                with aside:
+                with set_aside:
                     computed = kernel(*read)
             if isinstance(computed, tuple):
                 local.extend(computed)

@@ -165,6 +165,8 @@ class Communication(FileModel):
     cpu_s_per_byte: SecondsPerByte = 0.0  # computing time that each byte of a message takes, on each side
     cpu_by_form: dict[str, SecondsPerByte] = Field(default_factory=dict)  # likewise of a form, where it was measured
     busy_factor: Annotated[Factor, Field(ge=1)] = 1.0  # how many times as long it takes where ranks compute meanwhile
+    pack_s_per_byte: SecondsPerByte = 0.0  # until an all-reduce begins, for each byte that a rank adds to it
+    tensor_by_form: dict[str, LatencySeconds] = Field(default_factory=dict)  # ranks take for each tensor beyond one
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
     turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
@@ -184,7 +186,7 @@ class Communication(FileModel):
             factors = {**FACTORS[backend], **factors}
         return {**defaults, **data, "factors": factors}
 
-    @field_validator("factors", "cpu_by_form")
+    @field_validator("factors", "cpu_by_form", "tensor_by_form")
     @classmethod
     def _known_forms(cls, factors: dict[str, float]) -> dict[str, float]:
         for form in factors:
@@ -224,7 +226,10 @@ class Communication(FileModel):
     def assumed(self) -> set[str]:
         """Fields that files had not always: those of them that are as the backend's own figures."""
         usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
-        later = ("message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form", "busy_factor")
+        later = (
+            "message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form", "busy_factor", "pack_s_per_byte",
+            "tensor_by_form",
+        )  # fmt: skip
         return {name for name in later if getattr(self, name) == getattr(usual, name)}
 
 

@@ -19,7 +19,7 @@ Figure = Literal[
     "links.bandwidth", "links.latency_s",
     "communication.overhead_s", "communication.factors", "communication.groups", "communication.message_s",
     "communication.turn_bytes", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
-    "communication.busy_factor",
+    "communication.busy_factor", "communication.pack_s_per_byte", "communication.tensor_by_form",
 ]  # fmt: skip
 """Fields of a topology file that have a source of their own; "devices.traffic" are ``other`` and ``traffic`` of the
 efficiencies, "devices.recipe_passes" is ``kernels.recipe_passes``, which no file of its own says."""
