@@ -228,7 +228,8 @@ def test_local_ranks(tmp_path: object) -> None:
     assert len(topology.devices) == 2 and len(topology.hosts) == 1
     communication = topology.communication
     assert set(communication.factors) == set(FORMS)
-    assert set(communication.tensor_by_form) == {*FORMS} - {"exchange"} and min(communication.tensor_by_form.values()) > 0
+    assert set(communication.tensor_by_form) == {*FORMS} - {"exchange"}
+    assert min(communication.tensor_by_form.values()) > 0
     assert communication.pack_s_per_byte > 0
     assert topology.source is not None and "flexsearch probe" in topology.source and "/" not in topology.source
 
