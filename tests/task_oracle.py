@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 
 from flexsearch.cost.communication import Transfer
-from flexsearch.cost.ticks import TICK
+from flexsearch.cost.ticks import TICK, whole
 from flexsearch.graph import Flow, volume
 from flexsearch.graph.samples import counting
 from flexsearch.lower import Communication, Exchange, Lowered, Lowering, Member, Reshard, TaskGraph, TaskKind
@@ -199,12 +200,18 @@ class _Definition:
                 arrived.setdefault(device, []).append(task)
 
     def bucket_cost(self, exchanges: Sequence[Exchange]) -> Transfer:
-        """Messages add up on every link and start with the one that starts last; collectives become one."""
+        """Messages add up on every link and start with the one that starts last; collectives become one. Each further
+        tensor takes time, of processors, too."""
         one, pricing = exchanges[0], self.lowering.planner.pricing
+        of_tensor = self.lowered.topology.communication.tensor_by_form.get(one.form, 0.0)
+        more = float(whole(of_tensor * (len(exchanges) - 1)))
         if pricing.by_group(one.form):
-            return pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
-        start_s = max(x.start_s for x in exchanges)
-        return pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
+            cost = pricing.collective(one.form, one.devices, sum(x.amount for x in exchanges))
+        else:
+            start_s = max(x.start_s for x in exchanges)
+            cost = pricing.transfer(one.form, [message for x in exchanges for message in x.messages], start_s)
+        drag = tuple((processor, seconds + more) for processor, seconds in cost.drag)
+        return replace(cost, duration_s=cost.duration_s + more, drag=drag)
 
     def turn(self, form: str, links: Sequence[tuple[int, float]]) -> float:
         """An all-reduce lets others on its links go first after so many bytes on the slowest of them, or a 4096th."""

@@ -226,7 +226,11 @@ def test_local_ranks(tmp_path: object) -> None:
     topology.save(f"{tmp_path}/probed.json")
     assert Topology.load(f"{tmp_path}/probed.json") == topology
     assert len(topology.devices) == 2 and len(topology.hosts) == 1
-    assert set(topology.communication.factors) == set(FORMS)
+    communication = topology.communication
+    assert set(communication.factors) == set(FORMS)
+    assert set(communication.tensor_by_form) == {*FORMS} - {"exchange"}
+    assert min(communication.tensor_by_form.values()) > 0
+    assert communication.pack_s_per_byte > 0
     assert topology.source is not None and "flexsearch probe" in topology.source and "/" not in topology.source
 
 

@@ -38,17 +38,11 @@ def sum_up(
         rows.append((part.offset, part.offset + volume(region.box), extent(region.box), inside, slot, where))
     # One part fills each region, so that nothing need be zero before.
     alone = len({first for first, *_ in rows}) == len(rows) == len(plan.regions) and all(row[3] is None for row in rows)
-    in_order = [0, *(row[1] for row in rows)] == [*(row[0] for row in rows), plan.length]
-    whole = [row[4] for row in rows] if alone and in_order and all(row[5] is None for row in rows) else []
     slot_of_task, dtype, reduces = instruction.slot, plan.dtype, plan.what.form == "all_reduce"
 
     def run() -> None:
         flat = (torch.empty if alone else torch.zeros)(plan.length, dtype=dtype, device=device)
-        at_hand = [values[slot] for slot in whole]
-        joint = bool(whole) and all(x is not None and x.dtype == dtype for x in at_hand)
-        if joint:  # in one call, which takes the host less than one for each
-            torch.cat([x.detach().reshape(-1) for x in at_hand], out=flat)
-        for first, last, shape, inside, slot, where in () if joint else rows:
+        for first, last, shape, inside, slot, where in rows:
             tensor = values[slot]
             region = flat[first:last].view(shape)
             if tensor is None:  # the loss does not depend on it
