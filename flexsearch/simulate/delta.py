@@ -66,7 +66,7 @@ class DeltaSimulator:
             )
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
-        self.templates = templates or Templates(self.lowering, share)
+        self.templates = templates or Templates(self.lowering, share, halved=stages is not None)
         self._stages = stages
         self.proposed = 0
         """Proposals so far."""
