@@ -51,4 +51,5 @@ def _kind(argument: Any) -> Any:
         return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
     if not issubclass(kind, tuple):
         return kind
-    return id(argument.packed_type)  # there is one object for each type, which lives on; its own hash is slow, in Python
+    # Of a packed record: there is one object for each type, which lives on; its own hash is slow, in Python.
+    return id(argument.packed_type)

@@ -117,7 +117,7 @@ class Splitter:
         self._shared = shared or Shared()
         axes = list(op.sizes)
         self._outside = frozenset(axes[: axes.index(self.blocks.axis)] if self.blocks.axis is not None else axes)
-        """Axes outside of the one that blocks share out: all of them where they share out none, as replicas come last."""
+        """Axes outside of the one that blocks share out; all where they share out none, as replicas come last."""
         self._forms: dict[tuple[int, Axes], int] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
