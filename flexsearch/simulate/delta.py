@@ -112,7 +112,7 @@ class DeltaSimulator:
 
     def go_to(self, configs: Configs, limit: float = inf) -> bool:
         """Make a whole plan the plan at hand; False, and nothing done, if its time is above ``limit`` (s)."""
-        before, numbers = self._asked
+        before, numbers = self._asked[0], self._asked[1].copy()
         for i in compress(range(len(configs)), map(is_not, configs, before)):
             numbers[i] = self.templates.config(i, configs[i])
         self._asked = tuple(configs), numbers
