@@ -296,9 +296,9 @@ class Templates:
     def _add_split(self, operator: int, degrees: Degrees, replicas: int, shares: Shares) -> int:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
         split, costs = self.lowering.split(operator, config), self.lowering.costs
-        count, columns = len(split.extent_of), self._columns
+        count = len(split.extent_of)
         samples, part = self.lowering.samples(operator, config, split)
-        forward = columns["forward"].size
+        forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
             whole = costs.of_extents(operator, split.extents, kind)
             halves = costs.halves(operator, split.extents, kind) if self._halved else np.zeros_like(whole)
