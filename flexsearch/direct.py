@@ -46,9 +46,10 @@ class _Direct:
 
 def _kind(argument: Any) -> Any:
     """What the type of an argument depends on."""
-    if isinstance(argument, np.ndarray):
+    kind = type(argument)
+    if kind is np.ndarray:
         return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
-    packed_type = getattr(argument, "packed_type", None)
-    if packed_type is None:
-        return type(argument)
-    return id(packed_type)  # there is one object for each type, which lives on; its own hash is slow, in Python
+    if not issubclass(kind, tuple):
+        return kind
+    # Of a packed record: there is one object for each type, which lives on; its own hash is slow, in Python.
+    return id(argument.packed_type)

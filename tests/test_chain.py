@@ -165,9 +165,9 @@ def test_what_a_class_changes_to(kind: float) -> None:
         row[:] = 0.0
         row[1], row[4], row[7], row[8], row[16] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0, 1.0
         draws.row[0] = 0
-        tables, change = simulator.templates.tables, simulator.rows.change
-        if not draw(chain._moves, draws, simulator.rows.state.config, tables, change):
-            chain._supply()
+        change, now = simulator.rows.change, simulator.rows.state.config
+        while not draw(chain._moves, draws, now, simulator.templates.tables, change):
+            chain._requests.supply(simulator.templates, change)
         drawn = dict(zip(change.operator[: int(change.number[0])].tolist(), change.config.tolist(), strict=False))
         found = {i: simulator.templates.configs[n] for i, n in drawn.items()}
         assert len({found[i] for i in part}) == 1

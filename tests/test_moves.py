@@ -41,9 +41,9 @@ class Drawing:
         """What the move drawn from ``uniforms`` changes, all legal."""
         chain, simulator = self.chain, self.simulator
         chain._draws.uniform[0], chain._draws.row[0] = uniforms, 0
-        tables, change = simulator.templates.tables, simulator.rows.change
-        if not draw(chain._moves, chain._draws, simulator.rows.state.config, tables, change):
-            chain._supply()
+        change, now = simulator.rows.change, simulator.rows.state.config
+        while not draw(chain._moves, chain._draws, now, simulator.templates.tables, change):
+            chain._requests.supply(simulator.templates, change)
         number = int(change.number[0])
         operators = change.operator[:number].tolist()
         assert len(set(operators)) == number

@@ -56,6 +56,7 @@ class Costs:
         self._models = tuple(DeviceModel(device, profile) for device in classes)
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         self._known_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        self._known_launches: dict[tuple[int, tuple[int, int, int]], tuple[float, float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
             raise ProfileError(
                 f"the profile was measured on {profile.device}, but topology {topology.name} has "
@@ -126,6 +127,12 @@ class Costs:
         """How many operators a host launches for a piece: in its forward task, in its backward task, and how many of
         the latter for gradients of parameters alone; in parts of what launching one takes (``LAUNCH_PARTS``). Of kinds
         of devices, the most."""
+        key = self.alike[operator], self._costed[operator].launches
+        if (known := self._known_launches.get(key)) is None:
+            known = self._known_launches[key] = self._count_launches(operator)
+        return known
+
+    def _count_launches(self, operator: int) -> tuple[float, float, float]:
         costed = self._costed[operator]
         rows = [model.launches(costed, costed.launches) for model in self._models]
         forward, backward, weights = (_in_parts(max(column)) for column in zip(*rows, strict=True))

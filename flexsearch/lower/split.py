@@ -7,7 +7,7 @@ A dimension's interval follows from the pieces of its own axes alone. So each di
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -26,10 +26,7 @@ Degrees = tuple[tuple[str, int], ...]
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Shapes = Sequence[Sequence[int]]
-Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
-"""What a dimension reaches for every combination of the parts of its axes; which of it is not empty (None: all)."""
-Regions = dict[tuple[object, ...], "Region"]
-"""Regions of operands by what they follow from, whatever the operator (``Splitter._region``)."""
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,18 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What splitters of all operators have in common. ``intervals``: what a dimension reaches for every combination of
+    the parts of its axes, and which of it is not empty (None: all). ``forms``: numbers of the ways in which the split
+    axes of an operator cut an operand (``Splitter._form``). ``regions``: of operands, by what they follow from
+    (``Splitter._region``)."""
+
+    intervals: dict[tuple[object, ...], tuple[I64, Mask | None]] = field(default_factory=dict)
+    forms: dict[tuple[object, ...], int] = field(default_factory=dict)
+    regions: dict[tuple[object, ...], Region] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Split:
     """The pieces of an operator for some degrees and replicas. ``extents``: indices on each axis, of the different
     sizes of pieces that there are; ``extent_of``: which of them a position has."""
@@ -92,11 +101,11 @@ class Split:
 
 class Splitter:
     """Splits of an operator, or of all operators of the same pattern and sizes. ``inputs``/``outputs``: shapes of the
-    whole operands. ``intervals``: what dimensions were asked already, of any operator; ``regions``: what came of it."""
+    whole operands."""
 
     def __init__(
-        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None,
-        blocks: Blocks | None = None, regions: Regions | None = None,
+        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, shared: Shared | None = None,
+        blocks: Blocks | None = None,
     ) -> None:  # fmt: skip
         self.op, self.layouts, self.blocks = op, layouts, blocks or Blocks()
         self.inputs = len(inputs)
@@ -105,21 +114,21 @@ class Splitter:
             *zip(op.access.outputs, outputs, strict=True),
         )
         self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
-        self._intervals = {} if intervals is None else intervals
-        self._regions = {} if regions is None else regions
-        self._cut: dict[tuple[int, tuple[str, ...]], tuple[tuple[int, tuple[str, ...]], ...]] = {}
+        self._shared = shared or Shared()
+        axes = list(op.sizes)
+        self._outside = frozenset(axes[: axes.index(self.blocks.axis)] if self.blocks.axis is not None else axes)
+        """Axes outside of the one that blocks share out; all where they share out none, as replicas come last."""
+        self._forms: dict[tuple[int, Axes], int] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
         self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
         """By operand: dimensions that an axis indexes."""
         self._whole: list[tuple[I64, bool]] = []
         """By operand: what the whole operator reaches, and whether it is anything."""
-        self._whole_keys: list[tuple[bytes, bool]] = []
         for (operand, shape), places in zip(self.operands, self._dimensions, strict=True):
             asked = [self._asked(d, size, ()) for d, size in zip(operand.dimensions, shape, strict=True)]
             box = np.array([interval[0] for interval, _ in asked], dtype=np.int64).reshape(len(asked), 2)
             self._whole.append((box, all(inside is None for _, inside in asked)))
-            self._whole_keys.append((box.tobytes(), self._whole[-1][1]))
             for d, dimension in enumerate(operand.dimensions):
                 for axis in dimension.axes:
                     places.setdefault(axis, []).append(d)
@@ -151,9 +160,11 @@ class Splitter:
 
     def _split(self, degrees: Degrees, replicas: int, shares: Shares) -> Split:
         self._replicas, self._shares = replicas, dict(shares)
-        places, term = _positions(tuple(parts for _, parts in degrees), replicas)
-        at = dict(zip((axis for axis, _ in degrees), places, strict=True))
-        regions = tuple(self._region(n, degrees, at, term) for n in range(len(self.operands)))
+        axes, parts = tuple(axis for axis, _ in degrees), tuple(count for _, count in degrees)
+        places, term = _positions(parts, replicas)
+        at = dict(zip(axes, places, strict=True))
+        key = parts, replicas, tuple(self._shares.get(axis) for axis in axes) if shares else ()
+        regions = tuple(self._region(n, degrees, axes, key, at, term) for n in range(len(self.operands)))
         inputs, outputs = regions[: self.inputs], regions[self.inputs :]
         if any(region.held is not None and region.blocks == 1 for region in outputs):  # patterns index outputs plainly
             raise AssertionError(f"{self.op.name}: a piece writes nothing of its output")
@@ -177,39 +188,52 @@ class Splitter:
     def _chunks(self, axis: str, parts: int) -> list[Interval]:
         return chunks(self.op.sizes[axis], parts, self._shares.get(axis, ()))
 
-    def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
-        """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
-        operand, parts = self.operands[n][0], dict(degrees)
-        cut, places = self._cut_dimensions(n, parts), {axis: k for k, axis in enumerate(parts)}
-        if operand.once and any(axis in self.op.access.summed for axis in parts):
-            return self._make_region(n, degrees, cut, at, term)
-        # Equal intervals are one object, which ``_intervals`` keeps.
-        reached = tuple((d, id(interval), *(places[axis] for axis, _ in own)) for d, own, interval, _ in cut)
-        key = self._whole_keys[n], tuple(parts.values()), self._replicas, reached, self._outer(n, degrees)
-        if (known := self._regions.get(key)) is None:
-            known = self._regions[key] = self._make_region(n, degrees, cut, at, term)
+    def _region(
+        self, n: int, degrees: Degrees, axes: Axes, key: tuple[object, ...], at: dict[str, Index], term: U32
+    ) -> Region:  # fmt: skip
+        """Region of operand number ``n``. ``key``: what it follows from beside its form. ``at``: index of the part, by
+        split axis and position."""
+        if self.operands[n][0].once and any(axis in self.op.access.summed for axis in axes):
+            return self._make_region(n, degrees, at, term)
+        if (form := self._forms.get((n, axes))) is None:
+            forms = self._shared.forms
+            form = self._forms[n, axes] = forms.setdefault(self._form(n, axes), len(forms))
+        whole = form, key, self._outer(n, degrees)
+        if (known := self._shared.regions.get(whole)) is None:
+            known = self._shared.regions[whole] = self._make_region(n, degrees, at, term)
         return known
 
-    def _cut_dimensions(self, n: int, parts: dict[str, int]) -> list[tuple[int, Degrees, I64, Mask | None]]:
-        """Dimensions of operand number ``n`` that are cut, the degrees that cut each, and what it reaches."""
+    def _form(self, n: int, axes: Axes) -> tuple[object, ...]:
+        """How ``axes``, in their order, cut operand number ``n``, whatever their names and degrees."""
         operand, shape = self.operands[n]
-        cut = []
-        for d, axes in self._split_dimensions(n, tuple(parts)):
-            own = tuple((axis, parts[axis]) for axis in axes)
-            cut.append((d, own, *self._asked(operand.dimensions[d], shape[d], own)))
-        return cut
+        box, inside = self._whole[n]
+        place = {axis: k for k, axis in enumerate(axes)}
+        cut = ((d, operand.dimensions[d], shape[d]) for d in self._cut(n, axes))
+        ways = ((d, self._dimension_form(of, size), *(place.get(axis) for axis in of.axes)) for d, of, size in cut)
+        return box.tobytes(), inside, *ways
 
-    def _make_region(
-        self, n: int, degrees: Degrees, cut: Sequence[tuple[int, Degrees, I64, Mask | None]], at: dict[str, Index],
-        term: U32,
-    ) -> Region:  # fmt: skip
+    def _dimension_form(self, dimension: Dimension, size: int) -> tuple[object, ...]:
+        """A dimension of ``size``, whatever the names of its axes."""
+        sizes, axes = self.op.sizes, dimension.axes
+        own = tuple((axes.index(a), sizes[a]) for a in axes)
+        return dimension.coefficients, dimension.offset, dimension.merged, size, own
+
+    def _cut(self, n: int, axes: Axes) -> list[int]:
+        """Dimensions of operand number ``n`` that are cut where ``axes`` are split."""
+        return sorted({d for axis in axes for d in self._dimensions[n].get(axis, ())})
+
+    def _make_region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         operand, shape = self.operands[n]
+        parts = dict(degrees)
         box = np.empty((len(term), len(shape), 2), dtype=np.int64)
         touched: Mask | None = None
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d, own, interval, within in cut:
+        for d in self._cut(n, tuple(parts)):
+            dimension = operand.dimensions[d]
+            own = tuple((axis, parts[axis]) for axis in dict.fromkeys(dimension.axes) if axis in parts)
+            interval, within = self._asked(dimension, shape[d], own)
             which = _flat(own, at)
             box[:, d] = interval[which]
             if within is not None:
@@ -226,23 +250,13 @@ class Splitter:
             return Region(self.layouts.grid(box, term), held)
         return self._spread(box, term, held, degrees, outer[0])
 
-    def _split_dimensions(self, n: int, axes: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Dimensions of operand number ``n`` that are cut where ``axes`` are split, and by which of these."""
-        if (known := self._cut.get((n, axes))) is None:
-            dimensions = self.operands[n][0].dimensions
-            cut = sorted({d for axis in axes for d in self._dimensions[n].get(axis, ())})
-            own = ((d, tuple(axis for axis in dict.fromkeys(dimensions[d].axes) if axis in axes)) for d in cut)
-            known = self._cut[n, axes] = tuple(own)
-        return known
-
     def _outer(self, n: int, degrees: Degrees) -> tuple[int, bool] | None:
         """Of an operand that all blocks hold: parts of the axes outside of the one that they share out, and whether
         there is such a one. None where they do not."""
         blocks = self.blocks
         if blocks.replicas == 1 or not blocks.spread[n]:
             return None
-        before = [count for axis, count in degrees if self._place(axis) < self._place(blocks.axis)]
-        return prod(before), blocks.axis is not None
+        return prod(count for axis, count in degrees if axis in self._outside), blocks.axis is not None
 
     def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees, outer: int) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
@@ -256,10 +270,6 @@ class Splitter:
         row = order % count if held is None else np.searchsorted(held, order % count)
         return Region(self.layouts.grid(box[row], terms), order, blocks.replicas, blocks.devices)
 
-    def _place(self, axis: str | None) -> int:
-        """Place of an axis among those of the operator; behind all of them for None, as replicas are."""
-        return list(self.op.sizes).index(axis) if axis is not None else len(self.op.sizes)
-
     def _pieces(self, own: Degrees) -> Iterator[dict[str, Interval]]:
         """Intervals of some axes, for each combination of their parts in row-major order."""
         for parts in product(*(self._chunks(axis, count) for axis, count in own)):
@@ -268,15 +278,14 @@ class Splitter:
     def _asked(self, dimension: Dimension, size: int, own: Degrees) -> tuple[I64, Mask | None]:
         """What a dimension of ``size`` reaches where its axes have the degrees ``own``."""
         sizes, parts, axes = self.op.sizes, dict(own), dimension.axes
-        # Whatever the names of its axes.
-        form = dimension.coefficients, dimension.offset, dimension.merged, size
-        key = (*form, *((axes.index(a), sizes[a], parts.get(a), a in parts and self._shares.get(a)) for a in axes))
-        if (known := self._intervals.get(key)) is None:
+        split = tuple((parts.get(a), a in parts and self._shares.get(a)) for a in axes)
+        key = self._dimension_form(dimension, size), split
+        if (known := self._shared.intervals.get(key)) is None:
             whole = {axis: (0, sizes[axis]) for axis in axes}
             found = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]
             inside = np.array([interval is not None for interval in found])
             intervals = np.array([interval or (0, 0) for interval in found], dtype=np.int64)
-            known = self._intervals[key] = intervals, None if inside.all() else inside
+            known = self._shared.intervals[key] = intervals, None if inside.all() else inside
         return known
 
 

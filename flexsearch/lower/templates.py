@@ -62,11 +62,12 @@ _MOVES = 1 << 14
 class Templates:
     """Templates for one graph on one topology. ``tables``, ``pools``: as they are now; fetch
     them again after adding anything. ``share``: whether operators that are alike have one number for a config;
+    ``halved``: whether backward passes in two halves will be asked for;
     ``ruled``: whether configs are to be replaced by the nearest that is allowed (DERIVED: NEAREST)."""
 
-    def __init__(self, lowering: Pieces, share: bool = True) -> None:
+    def __init__(self, lowering: Pieces, share: bool = True, halved: bool = True) -> None:
         self.lowering, self.graph, self.topology = lowering, lowering.graph, lowering.topology
-        self.keys = Keys()
+        self.keys, self._halved = Keys(), halved
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         """By operator: the first one that shares its configs."""
         self.configs = Configs(self)
@@ -299,9 +300,11 @@ class Templates:
         samples, part = self.lowering.samples(operator, config, split)
         forward = self._columns["forward"].size
         for kind in self._kinds.tolist():
-            seconds = (*costs.of_extents(operator, split.extents, kind), *costs.halves(operator, split.extents, kind))
-            for name, ticks in zip(("forward", "backward", "inputs", "weight"), _ticks(np.array(seconds)), strict=True):
-                self._extend(name, ticks[split.extent_of])
+            whole = costs.of_extents(operator, split.extents, kind)
+            halves = costs.halves(operator, split.extents, kind) if self._halved else np.zeros_like(whole)
+            ticks = _ticks(np.concatenate((whole, halves)))[:, split.extent_of]
+            for name, row in zip(("forward", "backward", "inputs", "weight"), ticks, strict=True):
+                self._extend(name, row)
             self._extend("samples", samples)
             self._extend("part", part)
         regions = (*split.inputs, *split.outputs)

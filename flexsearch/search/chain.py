@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 
 import numpy as np
@@ -29,7 +28,7 @@ from flexsearch.search.constants import (
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
 from flexsearch.search.move_tables import coarse_moves, make_moves, samples_moves
-from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
+from flexsearch.search.moves import UNIFORMS, Draws, Moves
 from flexsearch.search.requests import COARSE_FIRST, SAMPLES_FIRST, Requests
 from flexsearch.search.space import Space
 from flexsearch.search.step import (
@@ -46,7 +45,6 @@ from flexsearch.search.trials import BETTER, Trials, try_each
 from flexsearch.simulate.delta import DeltaSimulator
 
 _advance = direct(advance)
-_draw = direct(draw)
 _try_each = direct(try_each)
 
 LOGGED = 4096
@@ -125,7 +123,7 @@ class Chain:
         draws.uniform[ROWS - count :] = rng.random((count, UNIFORMS))
         draws.row[0] = ROWS - count
         while (why := self._advance(simulator)) != DONE:
-            self._help(why, simulator, self._supply)
+            self._help(why, simulator)
             look()
         return bool(self._state.idle[0] >= self._schedule.patience[0])
 
@@ -135,15 +133,14 @@ class Chain:
             simulator.engine.state, simulator.account, simulator.sources, simulator.templates.tables,
         ))  # fmt: skip
 
-    @staticmethod
-    def _help(why: int, simulator: DeltaSimulator, supply: Callable[[], None]) -> None:
-        """Do what compiled steps need. ``supply``: adds configs that are missing."""
+    def _help(self, why: int, simulator: DeltaSimulator) -> None:
+        """Do what compiled steps need."""
         if why == ASK:
             change = simulator.rows.change
             if change.lacking[0] and change.missing[0, 0] < CANDIDATE:  # configs are asked for before templates
                 simulator.go_on(LACKING)
             else:
-                supply()
+                self._requests.supply(simulator.templates, change)
         elif why == NO_ROWS:
             simulator.go_on(FULL)
         else:
@@ -151,23 +148,13 @@ class Chain:
             simulator.run_again()  # which gives the engine room
             simulator.give_up()
 
-    def _supply(self) -> None:
-        """Add all the configs that the move at hand needs."""
-        simulator = self._simulator
-        assert simulator is not None
-        rows, templates = simulator.rows, simulator.templates
-        while True:
-            self._requests.supply(templates, rows.change)
-            if _draw(self._moves, self._draws, rows.state.config, templates.tables, rows.change):
-                return
-
     def try_each(self, simulator: DeltaSimulator, trials: Trials) -> bool:
         """Make trials; whether one is better, which is at hand then."""
         self._attach(simulator)
         while (why := self._try_each(simulator, trials)) != DONE:
             if why == BETTER:
                 return True
-            self._help(why, simulator, partial(self._requests.supply, simulator.templates, simulator.rows.change))
+            self._help(why, simulator)
         return False
 
     def _try_each(self, simulator: DeltaSimulator, trials: Trials) -> int:

@@ -8,7 +8,9 @@ of lowering and simulating the whole plan anew, to the tick; rejecting it leaves
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from math import floor, inf
+from operator import is_not
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +66,7 @@ class DeltaSimulator:
             )
         self.graph, self.topology, self.costs, self.options = graph, topology, costs, options
         self.lowering = lowering or Lowering(graph, topology, costs)
-        self.templates = templates or Templates(self.lowering, share)
+        self.templates = templates or Templates(self.lowering, share, halved=stages is not None)
         self._stages = stages
         self.proposed = 0
         """Proposals so far."""
@@ -73,7 +75,8 @@ class DeltaSimulator:
         """Iteration time of the plan at hand, s."""
         self.rows: PlanRows
         self.engine: Engine
-        self._asked = tuple(configs), [self.templates.config(i, config) for i, config in enumerate(configs)]
+        numbers = [self.templates.config(i, config) for i, config in enumerate(configs)]
+        self._asked = tuple(configs), np.array(numbers, np.uint32)
         """The plan that ``go_to`` was asked for last, and its numbers."""
         self._start(options, self._asked[1])
 
@@ -109,14 +112,12 @@ class DeltaSimulator:
 
     def go_to(self, configs: Configs, limit: float = inf) -> bool:
         """Make a whole plan the plan at hand; False, and nothing done, if its time is above ``limit`` (s)."""
-        numbers = [
-            number if config is before else self.templates.config(i, config)
-            for i, (config, before, number) in enumerate(zip(configs, *self._asked, strict=True))
-        ]
+        before, numbers = self._asked[0], self._asked[1].copy()
+        for i in compress(range(len(configs)), map(is_not, configs, before)):
+            numbers[i] = self.templates.config(i, configs[i])
         self._asked = tuple(configs), numbers
-        now = self.rows.state.config.tolist()
-        changes = {i: number for i, number in enumerate(numbers) if number != now[i]}
-        if self.attempt(list(changes), list(changes.values()), limit) == inf:
+        changed = np.flatnonzero(numbers != self.rows.state.config).astype(np.uint32)
+        if self.attempt(changed, numbers[changed], limit) == inf:
             self.reject()
             return False
         self.accept()

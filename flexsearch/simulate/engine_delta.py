@@ -40,20 +40,25 @@ def _add_work(state: State, segments: Segments, block: Any, segment: Any, sign: 
     """Add (or take away) the work in a segment: ticks of computing by device, ticks of carrying by resource."""
     kept, contended = state.kept, state.machine.contended[0]
     table, most = np.uint64(segments.device_steps[segment]), np.uint32(0)
+    for group in range(np.uint64(state.runs.shape[0])):
+        most = max(most, state.runs[group, block])
+    first = np.uint64(segments.step_first[table])
     for d in range(np.uint64(state.devices.clock.shape[0])):
-        runs = state.runs[np.uint64(state.schedule.group[d]), block]
-        most = max(most, runs)
-        ticks = np.int64(0)
-        for step in range(np.uint64(segments.step_first[table + d]), np.uint64(segments.step_first[table + d + ONE])):
+        last, ticks = np.uint64(segments.step_first[table + d + ONE]), np.int64(0)
+        if first == last:  # most devices have no part in most blocks of a pipeline
+            continue
+        for step in range(first, last):
             if segments.step_kind[step] == COMPUTE:
                 ticks += segments.step_ticks[step]
-        ticks *= sign * np.int64(runs)
+        first = last
+        ticks *= sign * np.int64(state.runs[np.uint64(state.schedule.group[d]), block])
         kept.new_compute[d] += ticks
         if contended:
             kept.new_carry[np.uint64(state.machine.processor[d])] += ticks
     times = sign * np.int64(most)
-    first, last = np.uint64(segments.communication_first[segment]), np.uint64(segments.communication_last[segment])
-    for row in range(first, last):
+    for row in range(
+        np.uint64(segments.communication_first[segment]), np.uint64(segments.communication_last[segment])
+    ):  # fmt: skip
         for k in range(np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])):
             ticks = min(segments.link_ticks[k], segments.communication_ticks[row])
             kept.new_carry[np.uint64(segments.link[k])] += times * ticks

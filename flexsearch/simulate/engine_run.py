@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, inlined, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, NEVER, WAIT, Segments
 from flexsearch.simulate.engine_queue import (
@@ -90,6 +90,7 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     done, window = np.uint64(devices.step[d]), ONE << state.window[0]
     state.kept.new_touched[block] |= window
     plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
+    ends, followed = np.uint64(schedule.block_last[action]), d == state.reference[0]
     hosted, host, slack = state.machine.hosted[0] == 1, devices.host[d], np.int64(NEVER)
     while True:
         table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
@@ -105,6 +106,7 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
                 clock += segments.step_ticks[step]
                 computed += segments.step_ticks[step]
             elif kind == COMPUTE:
+                devices.block[d] = block
                 clock = _compute(state, segments, d, clock, step, np.uint64(schedule.microbatch[action]))
                 if devices.status[d] != RUNNING:
                     break
@@ -125,17 +127,18 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
         done = step - first
         if step < last or clock >= horizon:
             break
-        block, done, devices.clock[d] = block + ONE, ZERO, clock
+        block, done = block + ONE, ZERO
         # Most blocks are run for every microbatch: no need to ask ``enter`` for the next one.
-        inside = block < np.uint64(schedule.block_last[action]) and d != state.reference[0]
-        if inside and (single or schedule.once[block] | schedule.last[block] == 0):
-            devices.block[d] = block
+        if block < ends and not followed and (single or schedule.once[block] | schedule.last[block] == 0):
             state.kept.new_touched[block] |= window
-        elif enter(state, d, action, block):
-            action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
-        else:
+            continue
+        devices.clock[d] = clock
+        enters = enter(state, d, action, block)
+        action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
+        if not enters:
             break
-    devices.step[d], devices.clock[d] = done, clock
+        ends = np.uint64(schedule.block_last[action])
+    devices.block[d], devices.step[d], devices.clock[d] = block, done, clock
     if hosted:
         devices.host[d] = host
         devices.slack[d] = min(devices.slack[d], slack)
@@ -247,7 +250,7 @@ def serve(state: State, segments: Segments) -> None:
     _hand_on(state, segments, row, identity, end)
 
 
-@lean
+@inlined
 def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: Any) -> Any:
     """Keep the links of a communication from the moment when all are free, for a turn or for what is left of each.
     Returns that tick, and whether another turn is to come."""
@@ -270,7 +273,7 @@ def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: 
     return begin, again
 
 
-@lean
+@inlined
 def _hand_on(state: State, segments: Segments, row: Any, identity: Any, end: Any) -> None:
     """A communication ends: it reaches those that follow it, and wakes devices that wait for it."""
     microbatch = identity >> MICROBATCH
