@@ -29,8 +29,8 @@ from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
 from flexsearch.cost.tally import Loads
-from flexsearch.graph import Box, intersect, volume
 from flexsearch.direct import direct
+from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
 from flexsearch.lower.footprints import note_used
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts

@@ -37,6 +37,7 @@ from flexsearch.runtime.instructions import (
     reshard_of,
 )
 from flexsearch.runtime.liveness import with_lifetimes
+from flexsearch.strategy import States
 
 
 def compile_program(lowered: Lowered, device: int, fuse: bool = True) -> Program:
@@ -111,6 +112,12 @@ class _Compiler:
                     self.issues[transport] += 1
                 if what.purpose == "regather" and self.device in what.receivers:
                     self.again.add(transport._replace(purpose="gather"))
+        # Where nothing moves, too: each device keeps its part of what it computes itself.
+        blocks = self.lowered.plain_rows.blocks
+        self.repeated.update(
+            ("synchronise", w) for w, weight in enumerate(self.lowered.weights)
+            if weight.plan.states >= States.GRADIENTS and blocks.each[w] != blocks.bucket[w]
+        )  # fmt: skip
 
     def instance(self, purpose: Purpose, key: int, microbatch: int) -> Transport:
         """The transport that serves a microbatch: its own, or the one of the step."""
@@ -425,7 +432,8 @@ class _Compiler:
                 received[x] = task, member, self._wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
         adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
-        owns = last and (transport in self.again or self._saved(transport))
+        # A gradient is not to keep what it was cut from until the update.
+        owns = last and (transport.purpose == "synchronise" or transport in self.again or self._saved(transport))
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def _local(self, transport: Transport, phase: int) -> list[tuple[int, Move]]:
