@@ -59,6 +59,12 @@ class _Compiler:
         """What has been emitted: passes of segments, waits, phases of reshards, loads, results."""
         self.task_of: dict[tuple[Transport, int, int], tuple[int, int]] = {}
         """(transport, phase, exchange) -> (task, member)."""
+        self.tasks_of: dict[Transport, set[int]] = {}
+        """Communications that bring parts of a gather here."""
+        self.members_of: dict[int, list[Transport]] = {}
+        """Gathers of which such a communication brings parts."""
+        self.started: set[int] = set()
+        """Communications that are issued."""
         self.left: Counter[Transport] = Counter()
         """First phases of synchronisation that this device has yet to issue."""
         self.issues: Counter[Transport] = Counter()
@@ -79,6 +85,7 @@ class _Compiler:
         self.missing: Counter[Transport] = Counter()
         """Backward passes that have yet to add to a gradient of a weight."""
         self._read_tasks()
+        self.repeated.update([("synchronise", w) for w in range(len(lowered.weights)) if self._cuts_each(w)])
         for segment in self.segments:
             for m in range(lowered.stages.microbatches):
                 self.missing.update(self._synchronisations(segment, m))
@@ -105,6 +112,9 @@ class _Compiler:
                 if transport.microbatch:
                     self.repeated.add((what.purpose, member.key))
                 self.task_of[transport, member.phase, member.exchange] = task, m
+                if what.purpose in ("gather", "regather") and self.device in member.what.receivers:
+                    self.tasks_of.setdefault(transport, set()).add(task)
+                    self.members_of.setdefault(task, []).append(transport)
                 if self.place[self.ends.setdefault(transport, task)] < self.place[task]:
                     self.ends[transport] = task
                 if self.device in what.senders:
@@ -112,12 +122,15 @@ class _Compiler:
                     self.issues[transport] += 1
                 if what.purpose == "regather" and self.device in what.receivers:
                     self.again.add(transport._replace(purpose="gather"))
-        # Where nothing moves, too: each device keeps its part of what it computes itself.
-        blocks = self.lowered.plain_rows.blocks
-        self.repeated.update(
-            ("synchronise", w) for w, weight in enumerate(self.lowered.weights)
-            if weight.plan.states >= States.GRADIENTS and blocks.each[w] != blocks.bucket[w]
-        )  # fmt: skip
+
+    def _cuts_each(self, w: int) -> bool:
+        """Whether this device cuts its part of the gradient of a weight out of each microbatch's, though nothing
+        moves, as the sum of the whole ones would be larger."""
+        plan, blocks = self.lowered.weights[w].plan, self.lowered.plain_rows.blocks
+        transport = Transport("synchronise", w)
+        if plan.sync is None or plan.states < States.GRADIENTS or blocks.each[w] == blocks.bucket[w]:
+            return False
+        return self.fusion.arrives(transport) and not self._moves(transport) and self._whole(transport) is None
 
     def instance(self, purpose: Purpose, key: int, microbatch: int) -> Transport:
         """The transport that serves a microbatch: its own, or the one of the step."""
@@ -296,12 +309,26 @@ class _Compiler:
             second = again and self._inside(tensor.name, segment)
             return self._finish(Transport("recompute" if second else "forward", e, m))
         if tensor.kind == "parameter":
-            transport = self.instance("gather", e, m)
-            slot = self._finish(transport)
-            if again and transport in self.again:
-                self._refill(transport)
-            return slot
+            return self._gathered(self.instance("gather", e, m), again)
         raise AssertionError(f"{tensor.name} has no place")
+
+    def _gathered(self, transport: Transport, again: bool) -> Slot:
+        """Where a gathered weight is, which is there from now on, with all that came in the same messages: these would
+        else live until nothing is left of them."""
+        slot = self._finish(transport)
+        for other in self._together(transport):
+            self._finish(other)
+        if again and transport in self.again:
+            self._refill(transport)
+        return slot
+
+    def _together(self, transport: Transport) -> list[Transport]:
+        """What else comes in messages of a gather and has all been issued."""
+        return [
+            other
+            for other in sorted({t for task in self.tasks_of.get(transport, ()) for t in self.members_of[task]})
+            if self.tasks_of[other] <= self.started and self.fusion.arrives(other)
+        ]
 
     def _inside(self, name: str, segment: Segment) -> bool:
         """Whether an activation is made in the region of a segment, and so is computed again with it."""
@@ -339,6 +366,8 @@ class _Compiler:
         transport = gather._replace(purpose="regather")
         if self.once(transport):
             self._assemble_phases(transport, self.slot(Key("edge", gather.key, gather.microbatch)))
+            for other in self._together(transport):
+                self._refill(other._replace(purpose="gather"))
 
     # ---- communication
 
@@ -358,6 +387,7 @@ class _Compiler:
                 self.left[transport] -= member.phase == 0
                 last.append(transport)
         self.emit(Start(task, tuple(sources), self.slot(Key("arrived", task))))
+        self.started.add(task)
         for transport in dict.fromkeys(last) if what.purpose == "synchronise" else ():
             if not self.left[transport]:
                 self._keep(transport)
@@ -422,8 +452,8 @@ class _Compiler:
         }
         here = self._sources(transport, phase) if wanted else {}
         # Copies are of what the first phase leaves here.
-        copies = {m: self.slots.get(Key("kept", (transport, m))) if phase == 0 else None for m, _ in wanted}
-        kept = {m: slot for m, slot in copies.items() if slot is not None}
+        own = {m: self.slots.get(Key("kept", (transport, m))) if phase == 0 else None for m, _ in wanted}
+        kept = {m: slot for m, slot in own.items() if slot is not None}
         sources = {entry: here[entry] for m, entry in sorted(wanted) if m not in kept}
         received = {}
         for x, exchange in enumerate(step.exchanges):
@@ -432,8 +462,9 @@ class _Compiler:
                 received[x] = task, member, self._wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
         adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
-        # A gradient is not to keep what it was cut from until the update.
-        owns = last and (transport.purpose == "synchronise" or transport in self.again or self._saved(transport))
+        # A gradient is not to keep what it was cut from until the update, nor a weight a message with others.
+        copies = transport.purpose == "synchronise" or (transport.purpose == "gather" and received)
+        owns = last and bool(copies or transport in self.again or self._saved(transport))
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def _local(self, transport: Transport, phase: int) -> list[tuple[int, Move]]:

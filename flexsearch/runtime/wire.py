@@ -121,26 +121,26 @@ class Wire:
         return collectives.swap_all(values, plan, slot, packs, group, self.device)
 
     def _exchange(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
-        packs = [(peer, self._packed(values, plan, parts, instruction)) for peer, parts in plan.sends.items()]
+        packs = self._packs(values, plan, instruction)
         task, slot, sent = instruction.task, instruction.slot, self._sent
         lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
         stored = plan.what.purpose in ("gather", "regather")  # what is stored lives anyway
-        kept = {
-            peer: 0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
-            for peer, parts in plan.sends.items()
-        }
-        total = sum(kept.values())
+        kept = [
+            0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
+            for parts in (plan.sends[peers[0]] for peers, _ in packs)
+        ]
+        total = sum(kept)
 
         def send() -> None:
             self._finish_down_to(self._ahead - total)
-            for peer, pack in packs:
+            for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
-                work = present(dist.isend(packed.view(torch.uint8), peer, tag=task))
-                sent.append((task, [work], [packed], kept[peer]))
+                works = [present(dist.isend(packed.view(torch.uint8), peer, tag=task)) for peer in peers]
+                sent.append((task, works, [packed], nbytes))
             self._sending += total
 
         def exchange() -> None:
-            packed = [(peer, pack()) for peer, pack in packs]
+            packed = [(peer, one) for peers, pack in packs for one in (pack(),) for peer in peers]
             buffers = [torch.empty(length, dtype=dtype, device=device) for _, length in lengths]
             rows = zip(lengths, buffers, strict=True)
             operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for (peer, _), buffer in rows]
@@ -150,6 +150,15 @@ class Wire:
             sent.append((task, works, [pack for _, pack in packed], 0))
 
         return send if self.eager else exchange
+
+    def _packs(
+        self, values: list[Any], plan: Plan, instruction: Start
+    ) -> list[tuple[list[int], Callable[[], Tensor]]]:  # fmt: skip
+        """What goes out, with the peers that it goes to: those that get the same share it."""
+        peers: dict[object, list[int]] = {}
+        for peer, parts in plan.sends.items():
+            peers.setdefault(tuple((p.member, p.move.source, p.move.box) for p in parts), []).append(peer)
+        return [(row, self._packed(values, plan, plan.sends[row[0]], instruction)) for row in peers.values()]
 
     def _issue(self, what: Communication, operations: list[dist.P2POp]) -> list[dist.Work]:
         """Start both sides of an exchange on NCCL. A single message goes over the communicator of its two ranks, where
