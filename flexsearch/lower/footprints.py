@@ -34,10 +34,11 @@ it gets is exactly what it has, so that nothing is done there."""
 @packed
 class Landings(NamedTuple):
     """What reshards leave on devices. Reshard r has rows ``[landing_first[r], landing_last[r])``, one for each device
-    that it concerns: ``device``, its ``role``, and bytes that are ``sent`` in the first phase, of the new ``copy``, of the layout in between (``middle``),
-    and of what arrives in receive buffers in the first and second phase (``staged``, ``staged_again``): what is only a
-    part of what it is for, or is added to more. ``most``: by reshard, the most bytes on one device, all together.
-    Whether source entry k of reshard r is used (``note_used``) is ``used[used_first[r] + k]``."""
+    that it concerns: ``device``, its ``role``, and bytes that are ``sent`` in the first phase, of the new ``copy``, of
+    the layout in between (``middle``), and of what arrives in receive buffers in the first and second phase
+    (``staged``, ``staged_again``): what is only a part of what it is for, or is added to more. ``most``: by reshard,
+    the most bytes on one device, all together. Whether source entry k of reshard r is used (``note_used``) is
+    ``used[used_first[r] + k]``."""
 
     landing_first: U32
     landing_last: U32

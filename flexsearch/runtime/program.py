@@ -68,9 +68,9 @@ class _Compiler:
         self.left: Counter[Transport] = Counter()
         """First phases of synchronisation that this device has yet to issue."""
         self.issues: Counter[Transport] = Counter()
-        """The same of all phases."""
+        """The same of all phases, and of what this device receives."""
         self.issued: list[Transport] = []
-        """Synchronisation of which all that this device issues has been issued."""
+        """Synchronisation of gradients that this device has made, all of whose communication with it is issued."""
         self.weight_of = {weight.tensor: w for w, weight in enumerate(lowered.weights)}
         self.repeated: set[tuple[Purpose, int]] = set()
         """What is sent for each microbatch."""
@@ -117,9 +117,8 @@ class _Compiler:
                     self.members_of.setdefault(task, []).append(transport)
                 if self.place[self.ends.setdefault(transport, task)] < self.place[task]:
                     self.ends[transport] = task
-                if self.device in what.senders:
-                    self.left[transport] += member.phase == 0
-                    self.issues[transport] += 1
+                self.left[transport] += self.device in what.senders and member.phase == 0
+                self.issues[transport] += self.device in what.devices
                 if what.purpose == "regather" and self.device in what.receivers:
                     self.again.add(transport._replace(purpose="gather"))
 
@@ -240,13 +239,25 @@ class _Compiler:
         return {self.instance("synchronise", w, m) for w in weights if w is not None}
 
     def _deliver_own(self, segment: Segment, m: int) -> None:
-        """Cut the part that this device stores out of gradients that are complete and that it neither sends nor
-        receives, as the whole of them would else live until the update."""
+        """Cut the part that this device stores out of gradients that are complete and that it does not send, as the
+        whole of them would else live until the update, and add up those of several microbatches."""
         for transport in sorted(self._synchronisations(segment, m)):
             self.missing[transport] -= 1
-            own = not self.missing[transport] and self.fusion.arrives(transport) and not self._moves(transport)
-            if own and self._whole(transport) is None:
-                self._deliver_one(transport)
+            if self.missing[transport]:
+                continue
+            if self._moves(transport):
+                self._over(transport)
+            elif self.fusion.arrives(transport):
+                each = ("synchronise", transport.key) in self.repeated
+                if each or self._whole(transport) is None:
+                    self._deliver_one(transport)
+
+    def _over(self, transport: Transport) -> None:
+        """Keep what stays of gradients that are complete, if all first phases have been issued; note if all has."""
+        if not self.left[transport]:
+            self._keep(transport)
+        if not self.issues[transport] and transport not in self.issued:
+            self.issued.append(transport)
 
     def _add_up(self, s: int, m: int) -> None:
         """Bring gradients to the layout of the producer where nothing is received for it on this device: the sum over
@@ -382,17 +393,14 @@ class _Compiler:
             wanted = {mv.source for mv in moves if phase.source[mv.source].device == self.device}
             here = self._sources(transport, member.phase) if wanted else {}
             sources.append({entry: here[entry] for entry in sorted(wanted)})
-            if self.device in what.senders:  # else its own gradients may be still to come
-                self.issues[transport] -= 1
-                self.left[transport] -= member.phase == 0
-                last.append(transport)
+            self.issues[transport] -= 1
+            self.left[transport] -= self.device in what.senders and member.phase == 0
+            last.append(transport)
         self.emit(Start(task, tuple(sources), self.slot(Key("arrived", task))))
         self.started.add(task)
         for transport in dict.fromkeys(last) if what.purpose == "synchronise" else ():
-            if not self.left[transport]:
-                self._keep(transport)
-            if not self.issues[transport]:
-                self.issued.append(transport)
+            if not self.missing[transport]:  # else its own gradients are still to come
+                self._over(transport)
 
     def _sources(self, transport: Transport, phase: int) -> dict[int, Slot]:
         """Source entries of a phase on this device, and their slots."""

@@ -50,9 +50,9 @@ def distribute(
     if partner != NOTHING:
         note_gradient(sources, state, np.uint64(partner), spans)
     if gathered:
-        used, packed = _unpacking(sources, slot, again, sent)
+        used = _unpacking(sources, slot, again, sent)
     else:
-        used, packed = _first_use(sources, state, slots, k, last, again, home, sent), False
+        used = _first_use(sources, state, slots, k, last, again, home, sent)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
@@ -60,8 +60,6 @@ def distribute(
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             if role & TAKES_PART:
                 prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        if packed and landings.sent[row] > 0:
-            add(spans, d, landings.sent[row], BUFFERS, sent, max(sent, used - TWO))
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
         part = COPIES if gathered else ACTIVATIONS
         holder = land(sources, spans, row, copies, now, sent, sent, used, part, False)
@@ -75,11 +73,10 @@ def distribute(
 
 @lean
 def _unpacking(sources: Sources, slot: Any, again: Any, sent: Any) -> Any:
-    """When what is ``sent`` of the weight that a slot reads is put together, and whether it goes in messages with
-    others, for which it is copied."""
+    """When what is ``sent`` of the weight that a slot reads is put together."""
     units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
     block = units.unpack_again_block[w] if again else units.unpack_block[w]
-    return max(sent, TWO * np.uint64(block)), units.packed[w] == 1
+    return max(sent, TWO * np.uint64(block))
 
 
 @lean

@@ -143,7 +143,7 @@ def make_units(
             blocks[trained] = column[buckets[trained]]
     _carry_over(table, each[2])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
-    unpack, unpack_again, packed = _unpacked(graph, table, backward, list(weights))
+    unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([tensors[name] for name in roots], np.uint32),
@@ -158,6 +158,7 @@ def make_units(
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
         each_block=each[0], each_second=each[1], each_added=each[2],
+        joined=_joined(table.bucket), each_joined=_joined(table.each),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_shift=sizes(shifts.values()),
@@ -171,7 +172,7 @@ def make_units(
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
-        unpack_block=unpack, unpack_again_block=unpack_again, packed=packed,
+        unpack_block=unpack, unpack_again_block=unpack_again,
         ready=_ready(table.kind),
     )  # fmt: skip
 
@@ -190,10 +191,16 @@ def _carry_over(table: BlockTable, added: Numbers) -> None:
             added[w] = first[int(table.stage[block])]
 
 
+def _joined(bucket: Numbers) -> npt.NDArray[np.uint8]:
+    """By weight, whether there are others in its bucket."""
+    _, which, count = np.unique(bucket, return_inverse=True, return_counts=True)
+    return (count[which.ravel()] > 1).astype(np.uint8)
+
+
 def _unpacked(
     graph: OperatorGraph, table: BlockTable, backward: Numbers, weights: Sequence[str]
-) -> tuple[Numbers, Numbers, npt.NDArray[np.uint8]]:
-    """``Units.unpack_block``, ``unpack_again_block``, ``packed``."""
+) -> tuple[Numbers, Numbers]:
+    """``Units.unpack_block``, ``unpack_again_block``."""
     last, again = len(table.kind) - 1, np.where(table.recompute_of == NOTHING, backward, table.recompute_of)
     found = []
     for read, gathers in ((table.forward_of, table.gather_of), (again, table.regather_of)):
@@ -203,9 +210,7 @@ def _unpacked(
                 late = graph.operators[i].half == "weights" and read is table.forward_of
                 first[gather] = min(first.get(gather, last), int((backward if late else read)[i]))
         found.append(np.array([first.get(gather, last) for gather in gathers.tolist()], np.uint32))
-    count = np.bincount(np.unique(table.gather_of, return_inverse=True)[1].ravel()) if weights else np.zeros(0)
-    packed = count[np.unique(table.gather_of, return_inverse=True)[1].ravel()] > 1 if weights else count > 1
-    return found[0], found[1], packed.astype(np.uint8)
+    return found[0], found[1]
 
 
 def _ready(kind: npt.NDArray[Any]) -> Numbers:
