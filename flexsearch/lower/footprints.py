@@ -34,11 +34,10 @@ it gets is exactly what it has, so that nothing is done there."""
 @packed
 class Landings(NamedTuple):
     """What reshards leave on devices. Reshard r has rows ``[landing_first[r], landing_last[r])``, one for each device
-    that it concerns: ``device``, its ``role``, and bytes that are ``sent`` in the first phase, of the new ``copy``, of
-    the layout in between (``middle``), and of what arrives in receive buffers in the first and second phase
-    (``staged``, ``staged_again``): what is only a part of what it is for, or is added to more. ``most``: by reshard,
-    the most bytes on one device, all together. Whether source entry k of reshard r is used (``note_used``) is
-    ``used[used_first[r] + k]``."""
+    that it concerns: ``device``, its ``role``, and bytes of the new ``copy``, of the layout in between (``middle``),
+    and of what arrives in receive buffers in the first and second phase (``staged``, ``staged_again``): what is only a
+    part of what it is for, or is added to more. ``most``: by reshard, the most bytes on one device, all together.
+    Whether source entry k of reshard r is used (``note_used``) is ``used[used_first[r] + k]``."""
 
     landing_first: U32
     landing_last: U32
@@ -47,7 +46,6 @@ class Landings(NamedTuple):
     used: U8
     device: U32
     role: U8
-    sent: I64
     copy: I64
     middle: I64
     staged: I64
@@ -59,7 +57,6 @@ class Sums(NamedTuple):
     """Where the rows of a reshard are added up, by device; zeros between two reshards."""
 
     role: U8
-    sent: I64
     copy: I64
     middle: I64
     staged: I64
@@ -77,19 +74,17 @@ def note_used(workspace: Workspace, first: Any, used: U8) -> None:
 
 @lean
 def append_landing(
-    workspace: Workspace, source: Side, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap,
+    workspace: Workspace, entries: Any, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap,
     landings: Landings, number: Any, size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, from ``source``, leaves on the devices of the first block.
-    ``size``: (2,) rows, and entries, so far, which grow. False, and nothing added, if there is no room."""
+    """Add what the reshard in the workspace, ``number``, of so many source ``entries``, leaves on the devices of the
+    first block. ``size``: (2,) rows, and entries, so far, which grow. False, and nothing added, if there is no room."""
     if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
         return False
-    entries = source.size[0]
     if size[1] + entries > np.uint64(landings.used.shape[0]):
         return False
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
     _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
-    _send(workspace, source, arriving, sums.sent)
     _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, sums.role)
     if result[PHASES] == ONE:
         _stage(workspace, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
@@ -126,21 +121,6 @@ def _join(rows: Exchanges, first: Any, last: Any, bit: Any, role: U8) -> None:
 
 
 @lean
-def _send(workspace: Workspace, source: Side, most: I64, sent: I64) -> None:
-    """Elements that a device puts into messages in the first phase: all peers get the same of a source entry."""
-    moves, result = workspace.moves, workspace.result
-    for k in range(source.size[0]):
-        most[k] = 0
-    for m in range(result[MOVE_FIRST], result[MOVE_LAST] if result[PHASES] == ONE else result[MOVE_MIDDLE]):
-        x = np.uint64(moves.exchange[m])
-        if moves.exchange[m] != NONE and np.uint64(workspace.exchanges.form[x]) != ALL_REDUCE:
-            entry = np.uint64(moves.source[m])
-            most[entry] = max(most[entry], moves.volume[m])
-    for k in range(source.size[0]):
-        sent[np.uint64(source.device[k])] += most[k]
-
-
-@lean
 def _begin(rows: Exchanges, k: Any, x: Any) -> Any:
     return np.uint64(rows.end[k, x - ONE]) if x > ZERO else ZERO
 
@@ -170,7 +150,6 @@ def _check_alike(sums: Sums, blocks: BlockMap) -> None:
         place = place_of(blocks, d)
         beyond = beyond or sums.role[d] > 0 or sums.copy[d] > 0
         alike = alike and sums.role[d] == sums.role[place] and sums.copy[d] == sums.copy[place]
-        alike = alike and sums.sent[d] == sums.sent[place]
         alike = alike and sums.middle[d] == sums.middle[place] and sums.staged[d] == sums.staged[place]
         alike = alike and sums.staged_again[d] == sums.staged_again[place]
     if beyond and not alike:
@@ -183,17 +162,16 @@ def _write(itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: 
     most = np.int64(0)
     landings.landing_first[number] = size[0]
     for d in range(np.uint64(sums.role.shape[0])):
-        total = sums.sent[d] + sums.copy[d] + sums.middle[d] + sums.staged[d] + sums.staged_again[d]
+        total = sums.copy[d] + sums.middle[d] + sums.staged[d] + sums.staged_again[d]
         if total == 0 and sums.role[d] == 0:
             continue
         if np.uint64(d) < devices:
             at = size[0]
             landings.device[at], landings.role[at] = d, sums.role[d]
-            landings.sent[at] = itemsize * sums.sent[d]
             landings.copy[at], landings.middle[at] = itemsize * sums.copy[d], itemsize * sums.middle[d]
             landings.staged[at], landings.staged_again[at] = itemsize * sums.staged[d], itemsize * sums.staged_again[d]
             most = max(most, itemsize * total)
             size[0] = at + ONE
-        sums.role[d], sums.sent[d] = 0, 0
+        sums.role[d] = 0
         sums.copy[d] = sums.middle[d] = sums.staged[d] = sums.staged_again[d] = 0
     landings.landing_last[number], landings.most[number] = size[0], most

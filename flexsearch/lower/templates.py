@@ -46,7 +46,7 @@ _TYPES: dict[str, Any] = {
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
     "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "used": np.uint8,
-    "sent": np.int64, "most": np.int64, "copy": np.int64,
+    "most": np.int64, "copy": np.int64,
     "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
@@ -165,7 +165,7 @@ class Templates:
             (("layout",), int(used.layouts[0])),
             (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most", "used_first"),
              int(used.reshards[0])),
-            (("device", "role", "sent", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
+            (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
             (("used",), int(used.landings[1])),
             (("send",), sends[0]), (("receive",), sends[1]),
             (("link", "link_ticks", "link_least", "link_load"), sends[2]),
@@ -218,7 +218,7 @@ class Templates:
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
             "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),
             "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
-            "sums": Sums(np.zeros(devices, np.uint8), *(np.zeros(devices, np.int64) for _ in range(5))),
+            "sums": Sums(np.zeros(devices, np.uint8), *(np.zeros(devices, np.int64) for _ in range(4))),
             "ruled": np.zeros(1, np.uint8), "full": np.zeros(1, np.uint8),
         }  # fmt: skip
 

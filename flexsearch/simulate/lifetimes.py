@@ -28,8 +28,8 @@ last moment, both included. These are the spans:
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if that
   is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. So with gathered weights, if there is one microbatch: each where it is first read, though those
-  that are gathered together are unpacked where the first of them is.
+  the copy begins. So with gathered weights, if there is one microbatch: those that are gathered together where the
+  first of them is read (``Units.unpack_block``).
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
@@ -309,20 +309,18 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 added = np.uint64(units.each_added[w] if each else units.added_block[w])
                 summed = not each and sent != units.each_block[w]
                 alone = sharding > ZERO and units.several[0] == 0
-                joined = units.each_joined[w] if each else units.joined[w]
-                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, joined == 1, spans)
+                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
 def _send_gradients(
-    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, joined: Any, spans: Spans
+    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, spans: Spans
 ) -> None:  # fmt: skip
     """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
     of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches. If what
-    is received is ``used`` in the next microbatch and they are ``alone``, the message is under way until then; if they
-    are ``joined`` with others, it is a copy, which is there before what stays here is cut out."""
+    is received is ``used`` in the next microbatch and they are ``alone``, the message is under way until then."""
     landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
@@ -335,9 +333,7 @@ def _send_gradients(
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
-            if role & TAKES_PART and joined and landings.sent[row] > landings.copy[row]:
-                add(spans, d, landings.sent[row] - landings.copy[row], BUFFERS, sent, sent)
-            if role & TAKES_PART and role & ALIASED == 0 and alone and used < sent:
+            elif role & TAKES_PART and alone and used < sent:
                 message = spans.nbytes[handle - ONE] - landings.copy[row]
                 if message > 0:
                     carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)

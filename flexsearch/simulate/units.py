@@ -158,7 +158,6 @@ def make_units(
         halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
         each_block=each[0], each_second=each[1], each_added=each[2],
-        joined=_joined(table.bucket), each_joined=_joined(table.each),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_shift=sizes(shifts.values()),
@@ -189,12 +188,6 @@ def _carry_over(table: BlockTable, added: Numbers) -> None:
     for w, block in started.items():
         if int(added[w]) not in started.values():
             added[w] = first[int(table.stage[block])]
-
-
-def _joined(bucket: Numbers) -> npt.NDArray[np.uint8]:
-    """By weight, whether there are others in its bucket."""
-    _, which, count = np.unique(bucket, return_inverse=True, return_counts=True)
-    return (count[which.ravel()] > 1).astype(np.uint8)
 
 
 def _unpacked(
