@@ -63,8 +63,6 @@ class _Walk:
         """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
         self.used: dict[tuple[int, int], int] = {}
         """(communication task, device) -> the first compute task there that waits for it."""
-        self.computing: dict[int, list[int]] = {}
-        """Device -> its compute tasks."""
         self._index()
         self.given = self._given()
         """(edge, device) whose gradients are made, as they are used."""
@@ -85,7 +83,6 @@ class _Walk:
         ):
             if communication is None:
                 self.task[kind, operator, device] = t
-                self.computing.setdefault(device, []).append(t)
                 for dependency in tasks.dependencies[t]:
                     self.used.setdefault((dependency, device), t)
             else:
@@ -419,10 +416,11 @@ class _Walk:
 
     def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
         """The first compute task that waits for what a communication brings. Weights that are gathered together are
-        unpacked before the first that reads any of them."""
+        unpacked before the first that reads any of them, on whatever device."""
         if purpose in ("gather", "regather"):
             block, rows = self._first_read(key, purpose == "regather"), self.lowered.tasks.identity
-            return next((t for t in self.computing.get(device, ()) if t > task and rows[t].block >= block), task)
+            reads = (t for t in range(task + 1, len(rows)) if rows[t].block >= block and not rows[t].communicates)
+            return next(reads, task)
         return self.used.get((task, device), task)
 
     def _first_read(self, edge: int, again: bool) -> int:
