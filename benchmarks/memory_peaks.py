@@ -1,6 +1,7 @@
 """Does a rank hold what was predicted? The peak of live bytes within a step of random plans, measured and predicted.
 
-    python -m benchmarks.memory_peaks [--quick] [--json] [--plans 20] [--models decoder,images,mlp] [--only 3]
+    python -m benchmarks.memory_peaks [--quick] [--json] [--plans 20] [--seed 0] [--models decoder,images,mlp]
+    python -m benchmarks.memory_peaks --only 3 [--seed 0] [--models decoder]
 
 Plans are random over stages, schedules, microbatches, replicas, recomputation, states kept in parts, buckets, prefetch
 and splits of their own for gradients of weights (``tests.staged_plans``), on 1 to 4 gloo ranks of this machine. Counted
@@ -85,9 +86,9 @@ def imported(name: str) -> Imported:
     return import_with_constants(model.module, (model.inputs,), model.loss, targets=model.targets, tracing=Tracing())
 
 
-def plan_of(name: str, graph: Any, number: int) -> Strategy:
+def plan_of(name: str, graph: Any, number: int, seed: int = 0) -> Strategy:
     """Random plan ``number`` of a model."""
-    return staged_plan(graph, random.Random(f"{name} {number}"), divided=0.2)
+    return staged_plan(graph, random.Random(f"{name} {number}" + f" {seed}" * bool(seed)), divided=0.2)
 
 
 class AtPeak(NamedTuple):
@@ -175,9 +176,9 @@ def _named(engine: Engine) -> Iterable[tuple[int, str]]:
             yield tensor.untyped_storage()._cdata, f"{key.kind} {name} {key.microbatch} {'again' if key.again else ''}"
 
 
-def peaks(name: str, number: int, graph: Imported) -> list[Row]:
+def peaks(name: str, number: int, graph: Imported, seed: int = 0) -> list[Row]:
     """One row for each rank of a plan."""
-    plan = plan_of(name, graph.graph, number)
+    plan = plan_of(name, graph.graph, number, seed)
     lowered = lower_for_ranks(graph.graph, plan, plan.cluster, Costs(graph.graph, plan.cluster))
     predicted = [m.peak - m.optimizer for m in memory(lowered)]
     measured = pool(len(predicted)).run(measured_peak, name, graph, plan.to_file().model_dump_json(), False)
@@ -193,9 +194,9 @@ def peaks(name: str, number: int, graph: Imported) -> list[Row]:
     ]  # fmt: skip
 
 
-def show(name: str, number: int, graph: Imported) -> None:
+def show(name: str, number: int, graph: Imported, seed: int = 0) -> None:
     """What the ranks of a plan hold at their peaks, and what the account has there."""
-    plan = plan_of(name, graph.graph, number)
+    plan = plan_of(name, graph.graph, number, seed)
     lowered = lower_for_ranks(graph.graph, plan, plan.cluster, Costs(graph.graph, plan.cluster))
     simulation = simulate(lowered)
     predicted, curves = memory(lowered), memory_curves(lowered, simulation.times)
@@ -218,16 +219,17 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--plans", type=int, default=20)
     options.add_argument("--models", default=",".join(MODELS))
+    options.add_argument("--seed", type=int, default=0, help="other seeds make other plans")
     options.add_argument("--only", type=int)
     chosen = options.parse_args()
     rows: list[Row] = []
     for name in chosen.models.split(","):
         graph = imported(name)
         if chosen.only is not None:
-            show(name, chosen.only, graph)
+            show(name, chosen.only, graph, chosen.seed)
             continue
         for number in range(4 if chosen.quick else chosen.plans):
-            rows += peaks(name, number, graph)
+            rows += peaks(name, number, graph, chosen.seed)
     if rows:
         large = [row for row in rows if max(row["predicted"], row["measured"]) >= LARGE_BYTES]
         title = f"{_summary(rows)}; of those that hold {LARGE_BYTES:,} bytes or more {_summary(large)}"

@@ -63,8 +63,6 @@ class _Walk:
         """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
         self.used: dict[tuple[int, int], int] = {}
         """(communication task, device) -> the first compute task there that waits for it."""
-        self.reading: dict[tuple[int, int], list[int]] = {}
-        """(edge, device) -> compute tasks there that read it, in order."""
         self._index()
         self.given = self._given()
         """(edge, device) whose gradients are made, as they are used."""
@@ -85,8 +83,6 @@ class _Walk:
         ):
             if communication is None:
                 self.task[kind, operator, device] = t
-                for p in range(len(self.graph.operators[operator].inputs) if operator >= 0 else 0):
-                    self.reading.setdefault((self.lowered.edge_of[operator, p], device), []).append(t)
                 for dependency in tasks.dependencies[t]:
                     self.used.setdefault((dependency, device), t)
             else:
@@ -97,16 +93,15 @@ class _Walk:
                         self.crossing.setdefault(key, []).append(t)
 
     def _given(self) -> set[tuple[int, int]]:
-        """Gradients that are sent, or used where they are made: those of weights by all edges of a device."""
-        plans = [((e,), edge.backward) for e, edge in enumerate(self.lowered.edges)]
-        plans += [(weight.edges, weight.plan.sync) for weight in self.lowered.weights]
+        """Gradients that are sent, or used where they are made."""
+        plans = [([e] * len(edge.need), edge.backward) for e, edge in enumerate(self.lowered.edges)]
+        plans += [([w.edges[k] for k in w.plan.origin], w.plan.sync) for w in self.lowered.weights]
         found = set()
-        for edges, plan in plans:
+        for edge_of, plan in plans:
             if plan is not None:
                 first = plan.phases[0]
-                devices = {first.destination[move.destination].device for move in first.local}
-                devices |= {d for exchange in first.exchanges for d in exchange.senders} | plan.aliased
-                found |= {(e, d) for e in edges for d in devices}
+                moves = [*first.local, *(move for exchange in first.exchanges for move in exchange.moves)]
+                found |= {(edge_of[move.source], first.source[move.source].device) for move in moves}
         return found
 
     def _spared(self, i: int, p: int, device: int) -> bool:
@@ -421,10 +416,27 @@ class _Walk:
 
     def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
         """The first compute task that waits for what a communication brings. Weights that are gathered together are
-        taken to be unpacked one by one, each where it is read."""
+        unpacked before the first that reads any of them, on whatever device."""
         if purpose in ("gather", "regather"):
-            return next((t for t in self.reading.get((key, device), ()) if t > task), task)
+            block, rows = self._first_read(key, purpose == "regather"), self.lowered.tasks.identity
+            reads = (t for t in range(task + 1, len(rows)) if rows[t].block >= block and not rows[t].communicates)
+            return next(reads, task)
         return self.used.get((task, device), task)
+
+    def _first_read(self, edge: int, again: bool) -> int:
+        """The first block that reads a weight that is gathered (``again``) with that of an edge."""
+        blocks, graph = self.lowered.rows.blocks, self.graph
+        names = [tensor.name for tensor in graph.of_kind("parameter")]
+        gathers = (blocks.regather_of if again else blocks.gather_of).tolist()
+        pack = gathers[names.index(self.lowered.edges[edge].tensor)]
+        found = []
+        for name, gather in zip(names, gathers, strict=True):
+            for i, _ in graph.consumers[name] if gather == pack else ():
+                late = graph.operators[i].half == "weights"
+                columns = (blocks.recompute_of, blocks.backward_of) if again else (blocks.forward_of,)
+                columns = (blocks.backward_of,) if late and not again else columns
+                found.append(min(int(column[i]) for column in columns))
+        return min(found)
 
 
 def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:

@@ -13,7 +13,10 @@ from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, sett
 from flexsearch.cli.progress import Live
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flexsearch.cost import Profile
+    from flexsearch.graph import OperatorGraph, Tracing
 
 ModelArgument = Annotated[
     str,
@@ -81,27 +84,37 @@ def import_(
         given.import_given(format_, model, output, batch, name, as_json)
         return
     arguments = keywords(batch, set_)
-    source, _, default_name = model.rpartition(":")
     if model.startswith("hf:"):
-        source, arguments = model.removeprefix("hf:"), {"device": "meta"} | arguments
+        arguments = {"device": "meta"} | arguments
+    source = model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0]
     check_outputs({"--output": output}, source)
     from flexsearch.graph import Tracing
+
+    graph = _imported(model, arguments, name, Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups))
+    graph.save(output)
+    _show_graph(graph, output, as_json)
+
+
+def _imported(model: str, arguments: Mapping[str, Any], name: str | None, tracing: Tracing) -> OperatorGraph:
+    """The graph of a callable's model, with notes on standard error."""
     from flexsearch.graph.huggingface import graph_name, is_huggingface
     from flexsearch.graph.importer import import_with_constants
     from flexsearch.graph.loading import load_callable
 
-    default_name = graph_name(model) if is_huggingface(model) else default_name
-    tracing = Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups)
+    default_name = graph_name(model) if is_huggingface(model) else model.rpartition(":")[2]
     with Live(f"importing {model}"):
         loaded = load_callable(model, **arguments)
         imported = import_with_constants(
             loaded.model, loaded.inputs, loaded.loss, targets=loaded.targets, name=name or default_name,
             tracing=tracing,
         )  # fmt: skip
-    graph = imported.graph
     for note in imported.notes:
         stderr.print(f"Note: {note}.", soft_wrap=True)
-    graph.save(output)
+    return imported.graph
+
+
+def _show_graph(graph: OperatorGraph, output: Path, as_json: bool) -> None:
+    """What was imported."""
     weights = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter"))
     unsplittable = sorted({op.name for op in graph.operators if op.kind == "opaque"})
     data = {
@@ -179,8 +192,19 @@ def profile(
         )  # fmt: skip
     measured.save(output)
     old = len(known.entries) if known is not None else 0
+    _show_profile(measured, old, loaded.name, output, _next(graph, output, precision), as_json)
+
+
+def _next(graph: str, output: Path, precision: str) -> str:
+    """The command that uses a profile."""
+    command = f"flexsearch optimize {graph} --profile {output}"
+    return command if precision == "as-is" else f"{command} --precision {precision}"
+
+
+def _show_profile(measured: Profile, old: int, name: str, output: Path, following: str, as_json: bool) -> None:
+    """What was measured of graph ``name``, beside ``old`` entries, and the command that comes next."""
     data = {
-        "graph": loaded.name, "path": str(output), "device": measured.device.model_dump(mode="json"),
+        "graph": name, "path": str(output), "device": measured.device.model_dump(mode="json"),
         "entries": len(measured.entries), "new_entries": len(measured.entries) - old,
     }  # fmt: skip
     data["figures"] = measured.figures.model_dump(mode="json") if measured.figures is not None else None
@@ -190,8 +214,7 @@ def profile(
         _say_fit(measured)
         stdout.print(
             f"{len(measured.entries)} entries ({len(measured.entries) - old} new) of {measured.device} -> {output}\n"
-            f"Next: flexsearch optimize {graph} --profile {output}"
-            + ("" if precision == "as-is" else f" --precision {precision}"),
+            f"Next: {following}",
             soft_wrap=True,
         )
 

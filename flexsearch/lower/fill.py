@@ -115,7 +115,7 @@ def plan_all(tables: TemplateTables) -> Any:
                 workspace.groups.first[e] = scratch.first[requests.begin[k] + e]
                 workspace.groups.end[e] = scratch.end[requests.begin[k] + e]
         plan(tables.routes, tables.rates, a, b, requests.mode[k], requests.itemsize[k], workspace)
-        if workspace.result[FULL] == ONE or is_full(tables.keys) or not _append(tables, k, b):
+        if workspace.result[FULL] == ONE or is_full(tables.keys) or not _append(tables, k, a, b):
             requests.size[1] = k
             return False
         if kind > ZERO:
@@ -124,9 +124,9 @@ def plan_all(tables: TemplateTables) -> Any:
 
 
 @lean
-def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
-    """Add request ``k``, whose reshard to a layout is in the workspace, to the pools; a gathering that moves nothing is
-    template 0. False if there is no room."""
+def _append(tables: TemplateTables, k: Any, source: Side, destination: Side) -> Any:
+    """Add request ``k``, whose reshard between two layouts is in the workspace, to the pools; a gathering that moves
+    nothing is template 0. False if there is no room."""
     pools, used, workspace = tables.pools, tables.used, tables.workspace
     template, first = used.reshards[0], used.exchanges[4]
     if tables.requests.mode[k] == GIVEN and workspace.result[LAST] == workspace.result[FIRST]:
@@ -135,9 +135,9 @@ def _append(tables: TemplateTables, k: Any, destination: Side) -> Any:
     if template == np.uint64(pools.reshard_first.shape[0]):
         return False
     landed = append_landing(
-        workspace, destination, tables.requests.itemsize[k], tables.sums, tables.blocks, tables.landings,
-        template, used.landings,
-    )
+        workspace, source.size[0], destination, tables.requests.itemsize[k], tables.sums, tables.blocks,
+        tables.landings, template, used.landings,
+    )  # fmt: skip
     exchanges = used.exchanges
     if not landed or not append(
         workspace, tables.rates, tables.bandwidth, tables.decisive, tables.blocks, pools, exchanges

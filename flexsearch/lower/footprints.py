@@ -26,9 +26,9 @@ from flexsearch.lower.workspace import (
 )
 from flexsearch.packed import packed
 
-TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, GIVES = (np.uint8(1 << k) for k in range(5))
+TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED = (np.uint8(1 << k) for k in range(4))
 """Bits of ``Landings.role``: the device sends or receives in the first phase; in the second; it receives in any; what
-it gets is exactly what it has, so that nothing is done there; something is made of what it has, there or elsewhere."""
+it gets is exactly what it has, so that nothing is done there."""
 
 
 @packed
@@ -36,11 +36,14 @@ class Landings(NamedTuple):
     """What reshards leave on devices. Reshard r has rows ``[landing_first[r], landing_last[r])``, one for each device
     that it concerns: ``device``, its ``role``, and bytes of the new ``copy``, of the layout in between (``middle``),
     and of what arrives in receive buffers in the first and second phase (``staged``, ``staged_again``): what is only a
-    part of what it is for, or is added to more. ``most``: by reshard, the most bytes on one device, all together."""
+    part of what it is for, or is added to more. ``most``: by reshard, the most bytes on one device, all together.
+    Whether source entry k of reshard r is used (``note_used``) is ``used[used_first[r] + k]``."""
 
     landing_first: U32
     landing_last: U32
     most: I64
+    used_first: U32
+    used: U8
     device: U32
     role: U8
     copy: I64
@@ -61,25 +64,31 @@ class Sums(NamedTuple):
 
 
 @lean
+def note_used(workspace: Workspace, first: Any, used: U8) -> None:
+    """Of which source entries of the reshard in the workspace anything is made, there or elsewhere, in ``used`` from
+    ``first`` on, which is zero: replicas leave it to each other. Nobody makes a gradient that is not used."""
+    moves, result = workspace.moves, workspace.result
+    for m in range(result[MOVE_FIRST], result[MOVE_LAST] if result[PHASES] == ONE else result[MOVE_MIDDLE]):
+        used[first + np.uint64(moves.source[m])] = 1
+
+
+@lean
 def append_landing(
-    workspace: Workspace, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap, landings: Landings,
-    number: Any, size: U64,
+    workspace: Workspace, entries: Any, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap,
+    landings: Landings, number: Any, size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, leaves on the devices of the first block. ``size``:
-    (1,) rows so far, which grows. False, and nothing added, if there is no room."""
+    """Add what the reshard in the workspace, ``number``, of so many source ``entries``, leaves on the devices of the
+    first block. ``size``: (2,) rows, and entries, so far, which grow. False, and nothing added, if there is no room."""
     if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
+        return False
+    if size[1] + entries > np.uint64(landings.used.shape[0]):
         return False
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
     _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
     _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, sums.role)
-    for x in range(result[FIRST], result[MIDDLE]):
-        for k in range(_begin(rows, SEND, x), np.uint64(rows.end[SEND, x])):
-            sums.role[np.uint64(rows.send[k])] |= GIVES
     if result[PHASES] == ONE:
         _stage(workspace, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
-        _give(workspace, destination, result[MOVE_FIRST], result[MOVE_LAST], sums.role)
     else:
-        _give(workspace, workspace.middle, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.role)
         _stage(workspace, workspace.middle, arriving, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.staged)
         _stage(workspace, destination, arriving, result[MOVE_MIDDLE], result[MOVE_LAST], sums.staged_again)
         for k in range(workspace.middle.size[0]):
@@ -93,6 +102,11 @@ def append_landing(
     if blocks.replicas[0] > ONE:
         _check_alike(sums, blocks)
     _write(itemsize, sums, blocks.devices[0], landings, number, size)
+    landings.used_first[number] = size[1]
+    for k in range(entries):  # of a reshard for which there was no room elsewhere
+        landings.used[size[1] + k] = 0
+    note_used(workspace, size[1], landings.used)
+    size[1] += entries
     return True
 
 
@@ -104,14 +118,6 @@ def _join(rows: Exchanges, first: Any, last: Any, bit: Any, role: U8) -> None:
             role[np.uint64(rows.send[k])] |= bit
         for k in range(_begin(rows, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
             role[np.uint64(rows.receive[k])] |= bit | RECEIVES
-
-
-@lean
-def _give(workspace: Workspace, to: Side, first: Any, last: Any, role: U8) -> None:
-    """Note who uses what it has itself, in moves to the layout ``to``."""
-    for m in range(first, last):
-        if workspace.moves.exchange[m] == NONE:
-            role[np.uint64(to.device[np.uint64(workspace.moves.destination[m])])] |= GIVES
 
 
 @lean

@@ -29,8 +29,10 @@ from flexsearch.compiled import F64, I64, U8, U32, U64
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
 from flexsearch.cost.tally import Loads
+from flexsearch.direct import direct
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
+from flexsearch.lower.footprints import note_used
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
 from flexsearch.lower.moves import FREE, GIVEN, OWN
 from flexsearch.lower.traffic import NONE
@@ -58,6 +60,7 @@ from flexsearch.topology.parts import FORMS
 
 ROOM = 1 << 14
 """Moves, and rows of links, for which there is room at first."""
+_note_used = direct(note_used)
 LOCAL = int(NONE)
 """Exchange of a move that crosses no devices."""
 
@@ -99,7 +102,7 @@ class Details(NamedTuple):
     """The rest of what was decided. ``between``: layout between the phases, if there are two. By move, the first
     ``half`` of them of the first phase: ``source`` and ``destination`` entry, and ``exchange`` (LOCAL: none). Exchange
     x has the ``messages`` (source and destination device, bytes) from ``message_end[x - 1]`` to ``message_end[x]``.
-    ``aliased``: see ``Reshard``."""
+    ``aliased``, ``used``: see ``Reshard``."""
 
     between: Layout
     source: list[int]
@@ -109,6 +112,7 @@ class Details(NamedTuple):
     message_end: list[int]
     messages: list[tuple[int, int, int]]
     aliased: frozenset[int]
+    used: frozenset[int]
 
 
 class Planner:
@@ -277,10 +281,12 @@ class Reshard:
                 for term, (device, box) in enumerate(zip(workspace.middle.device[:count].tolist(), boxes, strict=True))
             )
         aliased = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
+        used = np.zeros(len(self._source), np.uint8)
+        _note_used(workspace, np.uint64(0), used)
         return Details(
             between, workspace.moves.source[begin:end].tolist(), workspace.moves.destination[begin:end].tolist(),
             exchange.tolist(), result[MOVE_MIDDLE] - begin, ends, list(zip(*columns, strict=True)),
-            frozenset(aliased) if result[PHASES] == 1 else frozenset(),
+            frozenset(aliased) if result[PHASES] == 1 else frozenset(), frozenset(np.flatnonzero(used).tolist()),
         )  # fmt: skip
 
     @property
@@ -297,6 +303,11 @@ class Reshard:
         """Devices on which the only destination entry is exactly a local source entry, so that nothing at all is done
         there."""
         return self.details.aliased
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Source entries of which anything is made, on their device or elsewhere: replicas leave it to each other."""
+        return self.details.used
 
     @property
     def trivial(self) -> bool:

@@ -19,7 +19,8 @@ from flexsearch.topology.routes import RouteTable
 
 @packed
 class Used(NamedTuple):
-    """Rows of the pools so far, (1,) each. ``exchanges``: (6,), see ``exchanges.append``."""
+    """Rows of the pools so far, (1,) each. ``landings``: (2,), see ``footprints.append_landing``; ``exchanges``: (6,),
+    see ``exchanges.append``."""
 
     configs: U64
     entries: U64

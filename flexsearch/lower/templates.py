@@ -45,7 +45,8 @@ _TYPES: dict[str, Any] = {
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "most": np.int64, "copy": np.int64,
+    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "used": np.uint8,
+    "most": np.int64, "copy": np.int64,
     "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
@@ -76,9 +77,9 @@ class Templates:
         self._landings: Landings | None = None
         # Template 0 of each kind is the empty one.
         self._used = Used(
-            configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1), landings=_counts(0),
-            exchanges=np.zeros(6, np.uint64), buckets=_counts(0), plans=_counts(1), gathers=_counts(0),
-            stores=_counts(0),
+            configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1),
+            landings=np.zeros(2, np.uint64), exchanges=np.zeros(6, np.uint64), buckets=_counts(0), plans=_counts(1),
+            gathers=_counts(0), stores=_counts(0),
         )  # fmt: skip
         self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
         self._splits: Splits | None = None
@@ -163,9 +164,10 @@ class Templates:
             (tuple(name for name in Pools._fields if name.startswith("config_")), int(used.configs[0])),
             (tuple(name for name in Pools._fields if name.startswith("entry_")), int(used.entries[0])),
             (("layout",), int(used.layouts[0])),
-            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most"),
+            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most", "used_first"),
              int(used.reshards[0])),
             (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
+            (("used",), int(used.landings[1])),
             (("send",), sends[0]), (("receive",), sends[1]),
             (("link", "link_ticks", "link_least", "link_load"), sends[2]),
             (("drag", "drag_ticks", "drag_load"), sends[3]), (_EXCHANGE, sends[4]),

@@ -65,18 +65,13 @@ class Fusion:
 
     def _used_gradients(self) -> Iterable[int]:
         """Edges of whose gradients something is made that starts from what this device has."""
-        origins = [
-            (edge.backward, [e] * len(edge.backward.source))
-            for e, edge in enumerate(self.lowered.edges) if edge.backward is not None
-        ]  # fmt: skip
-        origins += [
-            (weight.plan.sync, [weight.edges[k] for k in weight.plan.origin])
-            for weight in self.lowered.weights if weight.plan.sync is not None
-        ]  # fmt: skip
-        for plan, edge_of in origins:
-            first = plan.phases[0]
-            moves = [*first.local, *(move for exchange in first.exchanges for move in exchange.moves)]
-            yield from (edge_of[m.source] for m in moves if first.source[m.source].device == self.device)
+        for e, edge in enumerate(self.lowered.edges):
+            if (plan := edge.backward) is not None:
+                yield from (e for k in plan.used if plan.source[k].device == self.device)
+        for weight in self.lowered.weights:
+            if (plan := weight.plan.sync) is not None:
+                here = (k for k in plan.used if plan.source[k].device == self.device)
+                yield from (weight.edges[weight.plan.origin[k]] for k in here)
 
     def waits(self, number: int) -> bool:
         """Whether the readers of an edge run in the backward pass alone: a part of a value, which may be let go of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexsearch.graph import Box, volume
 from flexsearch.graph.ops.calls import dtype_of
+from flexsearch.graph.ops.local import extent, preferred_format
 from flexsearch.lower import Communication, Lowered, Move
 
 Action = Callable[[], None]
@@ -29,6 +30,20 @@ def slices(held: Box, wanted: Box) -> tuple[slice, ...] | None:
     if held == wanted:
         return None
     return tuple(slice(w[0] - h[0], w[1] - h[0]) for h, w in zip(held, wanted, strict=True))
+
+
+def flat(tensor: Tensor, image: bool) -> Tensor:
+    """A region as it lies in a flat buffer: a view if its memory is in that order."""
+    return (tensor.permute(0, 2, 3, 1) if image else tensor).reshape(-1)
+
+
+def unflat(buffer: Tensor, box: Box, image: bool) -> Tensor:
+    """View of a part of a flat buffer as the region ``box``."""
+    shape = extent(box)
+    if not image:
+        return buffer.view(shape)
+    samples, channels, height, width = shape
+    return buffer.view(samples, height, width, channels).permute(0, 3, 1, 2)
 
 
 class Part(NamedTuple):
@@ -54,7 +69,8 @@ class Plan:
     an all-gather in one call: the parts that this rank sends to all, under its own number, and to receive by peer, in
     flat buffers of ``block`` elements, one for each device. Of a sum (an all-reduce, or a reduce-scatter in one call):
     the parts that it ``adds`` to regions of a flat buffer of ``length`` elements, with each of these regions; and by
-    (member, box) the ``totals`` that it gets, in what the call returns.
+    (member, box) the ``totals`` that it gets, in what the call returns. ``images``: members whose regions lie in flat
+    buffers with the channels last, as in the tensors that they are cut from, so that neither side copies.
     """
 
     what: Communication
@@ -67,6 +83,7 @@ class Plan:
     regions: list[Region] = field(default_factory=list)
     length: int = 0
     block: int = 0
+    images: Collection[int] = ()
 
 
 class Arrival(NamedTuple):
@@ -78,11 +95,15 @@ class Arrival(NamedTuple):
     sent: Tensor | None = None
 
 
-def plan_of(lowered: Lowered, what: Communication, rank: int) -> Plan:
-    """The part of ``rank`` in a communication."""
+def plan_of(
+    lowered: Lowered, what: Communication, rank: int, pictures: Collection[str], device: torch.device
+) -> Plan:  # fmt: skip
+    """The part of ``rank`` in a communication. ``pictures``: tensors in the memory format of images."""
     first = what.members[0].key
     name = lowered.weights[first].tensor if what.purpose == "synchronise" else lowered.edges[first].tensor
     plan = Plan(what, dtype_of(lowered.graph.tensor[name].dtype))
+    if what.purpose != "synchronise" and preferred_format(4, plan.dtype, device) == torch.channels_last:
+        plan.images = {m for m, member in enumerate(what.members) if lowered.edges[member.key].tensor in pictures}
     if what.form == "all_reduce":
         _plan_all_reduce(plan, rank)
     elif what.sums:

@@ -1,10 +1,10 @@
 """Communication of one rank: issues the exchanges of the task graph on a process group and hands out what arrives.
 
 gloo: receives are posted where the program says, at the latest before this rank sends its part, which makes
-point-to-point traffic full duplex; a rank waits for its oldest sends only where more than ``ahead_bytes`` of them are
-under way, as they keep what they send alive; the backend's ring computes all-reduces. NCCL: collectives are the
-backend's own; both sides of an exchange are issued together, in an order that is the same on all ranks, so nothing can
-block.
+point-to-point traffic full duplex. Sends keep what they send alive: before a rank sends more, and behind its waits, it
+waits for its oldest ones until no more than ``ahead_bytes`` are under way. The backend's ring computes all-reduces.
+NCCL: collectives are the backend's own; both sides of an exchange are issued together, in an order that is the same on
+all ranks, so nothing can block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
+from flexsearch.graph.images import images
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.instructions import Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
-from flexsearch.runtime.parts import Action, Arrival, Part, Plan, plan_of, slices
+from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, plan_of, slices, unflat
 
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -44,9 +45,9 @@ def _nothing() -> None:
     """Nothing."""
 
 
-def _region(values: list[Any], slot: int, peer: int, part: Part) -> Callable[[], Tensor]:
-    first, last, shape = part.offset, part.offset + volume(part.move.box), extent(part.move.box)
-    return lambda: values[slot].buffers[peer][first:last].view(shape)
+def _region(values: list[Any], slot: int, peer: int, part: Part, image: bool) -> Callable[[], Tensor]:
+    first, last, box = part.offset, part.offset + volume(part.move.box), part.move.box
+    return lambda: unflat(values[slot].buffers[peer][first:last], box, image)
 
 
 class Wire:
@@ -56,13 +57,14 @@ class Wire:
         self.lowered, self.rank, self.device = lowered, rank, device
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
+        pictures = images(lowered.graph)
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
                 if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
                     process_group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
-                    self.plans[task] = plan_of(lowered, what, rank)
+                    self.plans[task] = plan_of(lowered, what, rank, pictures, device)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
@@ -96,7 +98,12 @@ class Wire:
     def waiting(self, values: list[Any], instruction: Wait) -> Action:
         """Block until what a task brings to this rank has arrived."""
         task, slot = instruction.task, instruction.slot
-        return self._watched(task, lambda: self.wait(task, values[slot].works))
+
+        def wait() -> None:
+            self.wait(task, values[slot].works)
+            self._finish_down_to(self._ahead)
+
+        return self._watched(task, wait)
 
     def wait(self, task: int, works: Sequence[dist.Work]) -> None:
         """Block until parts of a communication are done."""
@@ -114,31 +121,44 @@ class Wire:
         return collectives.swap_all(values, plan, slot, packs, group, self.device)
 
     def _exchange(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
-        packs = [(peer, self._packed(values, plan, parts, instruction)) for peer, parts in plan.sends.items()]
+        packs = self._packs(values, plan, instruction)
         task, slot, sent = instruction.task, instruction.slot, self._sent
         lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
-        stored = plan.what.purpose in ("gather", "regather")
+        stored = plan.what.purpose in ("gather", "regather")  # what is stored lives anyway
+        kept = [
+            0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
+            for parts in (plan.sends[peers[0]] for peers, _ in packs)
+        ]
+        total = sum(kept)
 
         def send() -> None:
-            for peer, pack in packs:
-                flat = pack()
-                nbytes = 0 if stored and len(plan.sends[peer]) == 1 else flat.numel() * flat.itemsize
-                sent.append((task, [present(dist.isend(flat.view(torch.uint8), peer, tag=task))], [flat], nbytes))
-                self._sending += nbytes
-            while self._sending > self._ahead and sent[0][0] != task:
-                self._finish_oldest()
+            self._finish_down_to(self._ahead - total)
+            for (peers, pack), nbytes in zip(packs, kept, strict=True):
+                packed = pack()
+                works = [present(dist.isend(packed.view(torch.uint8), peer, tag=task)) for peer in peers]
+                sent.append((task, works, [packed], nbytes))
+            self._sending += total
 
         def exchange() -> None:
-            packed = [(peer, pack()) for peer, pack in packs]
+            packed = [(peer, one) for peers, pack in packs for one in (pack(),) for peer in peers]
             buffers = [torch.empty(length, dtype=dtype, device=device) for _, length in lengths]
             rows = zip(lengths, buffers, strict=True)
             operations = [dist.P2POp(dist.irecv, buffer.view(torch.uint8), peer) for (peer, _), buffer in rows]
-            operations += [dist.P2POp(dist.isend, flat.view(torch.uint8), peer) for peer, flat in packed]
+            operations += [dist.P2POp(dist.isend, pack.view(torch.uint8), peer) for peer, pack in packed]
             works = self._issue(plan.what, operations)
             values[slot] = Arrival(works, buffers)
-            sent.append((task, works, [flat for _, flat in packed], 0))
+            sent.append((task, works, [pack for _, pack in packed], 0))
 
         return send if self.eager else exchange
+
+    def _packs(
+        self, values: list[Any], plan: Plan, instruction: Start
+    ) -> list[tuple[list[int], Callable[[], Tensor]]]:  # fmt: skip
+        """What goes out, with the peers that it goes to: those that get the same share it."""
+        peers: dict[object, list[int]] = {}
+        for peer, parts in plan.sends.items():
+            peers.setdefault(tuple((p.member, p.move.source, p.move.box) for p in parts), []).append(peer)
+        return [(row, self._packed(values, plan, plan.sends[row[0]], instruction)) for row in peers.values()]
 
     def _issue(self, what: Communication, operations: list[dist.P2POp]) -> list[dist.Work]:
         """Start both sides of an exchange on NCCL. A single message goes over the communicator of its two ranks, where
@@ -157,20 +177,20 @@ class Wire:
             member = plan.what.members[part.member]
             entry = member.reshard.phases[member.phase].source[part.move.source]
             slot = instruction.sources[part.member][part.move.source]
-            pieces.append((slot, slices(entry.box, part.move.box), volume(part.move.box)))
+            pieces.append((slot, slices(entry.box, part.move.box), volume(part.move.box), part.member in plan.images))
         dtype, device = plan.dtype, self.device
 
-        def piece(slot: int, where: tuple[slice, ...] | None, count: int) -> Tensor:
+        def piece(slot: int, where: tuple[slice, ...] | None, count: int, image: bool) -> Tensor:
             tensor: Tensor | None = values[slot]
             if tensor is None:  # the loss does not depend on it
                 return torch.zeros(count, dtype=dtype, device=device)
             tensor = tensor.detach()
-            return (tensor if where is None else tensor[where]).to(dtype).reshape(-1)
+            return flat((tensor if where is None else tensor[where]).to(dtype), image)
 
         def run() -> Tensor:
-            flat = piece(*pieces[0]).contiguous() if len(pieces) == 1 else torch.cat([piece(*p) for p in pieces])
+            packed = piece(*pieces[0]).contiguous() if len(pieces) == 1 else torch.cat([piece(*p) for p in pieces])
             # A single element counts as contiguous whatever its stride, but cannot be seen as bytes.
-            return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
+            return packed if packed.stride(0) == 1 else packed.clone(memory_format=torch.contiguous_format)
 
         return run
 
@@ -190,12 +210,17 @@ class Wire:
         for k, parts in enumerate(self.plans[task].receives.values()):
             for part in parts:
                 if part.member == member:
-                    result.append((part.move, _region(values, slot, k, part)))
+                    result.append((part.move, _region(values, slot, k, part, member in self.plans[task].images)))
         return result
 
     def end(self) -> None:
         """Finish a step: wait for what has been sent."""
         while self._sent:
+            self._finish_oldest()
+
+    def _finish_down_to(self, most: int) -> None:
+        """Wait for the oldest sends until those under way keep no more bytes than that."""
+        while self._sending > most and self._sending:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, GIVES, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
+from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -48,8 +48,11 @@ def distribute(
         spared, until = until, _use(sources, state, slots, k, last, gathered, again, home, backward)
     partner = _only_gradient(sources, state, slots, k, last)
     if partner != NOTHING:
-        note_given(sources, np.uint64(state.backward[np.uint64(state.leader[np.uint64(partner)])]), spans)
-    used = _first_use(sources, state, slots, k, last, again, home, sent)
+        note_gradient(sources, state, np.uint64(partner), spans)
+    if gathered:
+        used = _unpacking(sources, slot, again, sent)
+    else:
+        used = _first_use(sources, state, slots, k, last, again, home, sent)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
@@ -66,6 +69,14 @@ def distribute(
             prolong(spans, holder, spared if partner != NOTHING and spans.reads[d] == 0 else until)
             for j in range(k, last):
                 _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
+
+
+@lean
+def _unpacking(sources: Sources, slot: Any, again: Any, sent: Any) -> Any:
+    """When what is ``sent`` of the weight that a slot reads is put together."""
+    units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
+    block = units.unpack_again_block[w] if again else units.unpack_block[w]
+    return max(sent, TWO * np.uint64(block))
 
 
 @lean
@@ -206,22 +217,35 @@ def land(
 
 
 @lean
-def note_given(sources: Sources, template: Any, spans: Spans) -> None:
-    """Where reshard ``template`` makes anything of what a device has, in ``spans.reads``."""
-    landings = sources.landings
+def note_gradient(sources: Sources, state: State, slot: Any, spans: Spans) -> None:
+    """Where the gradient of the activation that a slot reads is made, in ``spans.reads``."""
+    leader = np.uint64(state.leader[slot])
+    _note_used(sources, np.uint64(state.need[leader]), np.uint64(state.backward[leader]), ZERO, spans)
+
+
+@lean
+def _note_used(sources: Sources, need: Any, template: Any, before: Any, spans: Spans) -> None:
+    """On which devices reshard ``template`` uses a gradient in the layout ``need``, in ``spans.reads``. Its source
+    entries are those of that layout, behind so many of others ``before``."""
+    layouts, landings = sources.layouts, sources.landings
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
-    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
-        spans.reads[np.uint64(landings.device[row])] = landings.role[row] & (GIVES | ALIASED)
+    device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
+    first = np.uint64(landings.used_first[template]) + before
+    for k in range(entries_of(layouts, need)):
+        d = np.uint64(layouts.device[device + k])
+        if d < np.uint64(spans.reads.shape[0]):
+            spans.reads[d] |= landings.used[first + k]
 
 
 @lean
 def differentiate(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, itemsize: Any, part: Any, spans: Spans
-) -> Any:
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, before: Any, itemsize: Any, part: Any,
+    spans: Spans,
+) -> Any:  # fmt: skip
     """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``, where reshard
-    ``template`` makes anything of them: replicas leave them to each other. Returns the moment at which they are
-    complete: the backward of the first reader, as that runs last."""
+    ``template`` uses them, ``before`` whose entries of these are so many of other edges. Returns the moment at which
+    they are complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
     latest, through = ZERO, ZERO
@@ -237,8 +261,8 @@ def differentiate(
     begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
-    note_given(sources, template, spans)
     need = np.uint64(state.need[slot])
+    _note_used(sources, need, template, before, spans)
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
     for row in range(entries_of(layouts, need)):

@@ -28,8 +28,8 @@ last moment, both included. These are the spans:
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if that
   is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. So with gathered weights, if there is one microbatch: each where it is first read, though those
-  that are gathered together are unpacked where the first of them is.
+  the copy begins. So with gathered weights, if there is one microbatch: those that are gathered together where the
+  first of them is read (``Units.unpack_block``).
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
@@ -73,7 +73,7 @@ from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
-from flexsearch.simulate.copies import differentiate, distribute, land, note_given, put_together
+from flexsearch.simulate.copies import differentiate, distribute, land, note_gradient, put_together
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
@@ -196,7 +196,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         back = TWO * np.uint64(sources.units.weight_block[producer])
     partner = units.output_gradient[producer]
     if partner != NOTHING:
-        note_given(sources, np.uint64(state.backward[np.uint64(state.leader[np.uint64(partner)])]), spans)
+        note_gradient(sources, state, np.uint64(partner), spans)
     itemsize, place = units.itemsize[t], np.uint64(units.place[t])
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
@@ -235,7 +235,7 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
             back = np.uint64(state.backward[slot])
-            now = differentiate(sources, state, wiring.tensor_slot, k, last, back, itemsize, ACTIVATIONS, spans)
+            now = differentiate(sources, state, wiring.tensor_slot, k, last, back, ZERO, itemsize, ACTIVATIONS, spans)
             _return(sources, state, slot, t, now, spans)
 
 
@@ -291,6 +291,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
+    before = ZERO
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
@@ -301,7 +302,8 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
                 itemsize = units.weight_itemsize[w]
-                differentiate(sources, state, program.reader, k, last, template, itemsize, GRADIENTS, spans)
+                differentiate(sources, state, program.reader, k, last, template, before, itemsize, GRADIENTS, spans)
+                before += entries_of(sources.layouts, np.uint64(state.need[slot]))
                 each = sharding >= _GRADIENTS
                 sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
                 added = np.uint64(units.each_added[w] if each else units.added_block[w])

@@ -50,7 +50,9 @@ class Units(NamedTuple):
     the weight that it reads (``keeps_weight``), and the slot whose gradient alone what it reads is kept for
     (``only_gradient``; NOTHING: there are others, or none); by operator without weights that has one, the slot whose
     gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
-    (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none). By block: ``ready``, the
+    (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
+    ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
+    together there. By block: ``ready``, the
     moment at which what its computing needs is put together: that before, if that is of a pass of an operator.
     """
 
@@ -99,6 +101,8 @@ class Units(NamedTuple):
     recompute_block: U32
     region: U32
     regather_block: U32
+    unpack_block: U32
+    unpack_again_block: U32
     ready: U32
 
 

@@ -143,6 +143,7 @@ def make_units(
             blocks[trained] = column[buckets[trained]]
     _carry_over(table, each[2])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
+    unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([tensors[name] for name in roots], np.uint32),
@@ -170,6 +171,7 @@ def make_units(
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
+        unpack_block=unpack, unpack_again_block=unpack_again,
         ready=_ready(table.kind),
     )  # fmt: skip
 
@@ -186,6 +188,22 @@ def _carry_over(table: BlockTable, added: Numbers) -> None:
     for w, block in started.items():
         if int(added[w]) not in started.values():
             added[w] = first[int(table.stage[block])]
+
+
+def _unpacked(
+    graph: OperatorGraph, table: BlockTable, backward: Numbers, weights: Sequence[str]
+) -> tuple[Numbers, Numbers]:
+    """``Units.unpack_block``, ``unpack_again_block``."""
+    last, again = len(table.kind) - 1, np.where(table.recompute_of == NOTHING, backward, table.recompute_of)
+    found = []
+    for read, gathers in ((table.forward_of, table.gather_of), (again, table.regather_of)):
+        first: dict[int, int] = {}
+        for name, gather in zip(weights, gathers.tolist(), strict=True):
+            for i, _ in graph.consumers[name]:
+                late = graph.operators[i].half == "weights" and read is table.forward_of
+                first[gather] = min(first.get(gather, last), int((backward if late else read)[i]))
+        found.append(np.array([first.get(gather, last) for gather in gathers.tolist()], np.uint32))
+    return found[0], found[1]
 
 
 def _ready(kind: npt.NDArray[Any]) -> Numbers:

@@ -48,19 +48,16 @@ from flexsearch.graph.ops.base import (
     Sample,
     Saved,
     axis_roles,
-    backward_flops,
     build_kernel,
     find_trace,
-    forward_flops,
-    kept_weights,
     kind_of,
     register,
-    released_weights,
     rewrite,
-    saved_tensors,
     shipped,
     unregister,
 )
+from flexsearch.graph.ops.flops import backward_flops, forward_flops
+from flexsearch.graph.ops.saving import kept_weights, released_weights, saved_tensors
 
 __all__ = [
     "KINDS", "Attributes", "Kernel", "KernelContext", "OperatorKind", "Sample", "Saved", "axis_roles",

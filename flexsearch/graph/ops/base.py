@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.model import Flow, Operator, OperatorGraph, Role
+from flexsearch.graph.model import Operator, Role
 from flexsearch.graph.notation import Access
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.piece import Piece
@@ -382,87 +382,6 @@ def axis_roles(kind: str, access: Access, sample: Collection[str], weights: Sequ
     return roles
 
 
-def forward_flops(op: Operator, extents: Extents) -> Any:
-    """Forward FLOPs of a piece of ``op`` with ``extents`` indices on each axis (of many pieces: arrays)."""
-    return kind_of(op).flops(op, extents)
-
-
-def backward_flops(op: Operator, extents: Extents, needs: Sequence[bool]) -> Any:
-    """Backward FLOPs of a piece; ``needs``: for each operand, whether its gradient is wanted.
-
-    A contraction costs one more of its kind for each factor (a bias only a sum over the output), anything else its
-    fixed multiple of the forward, and twice the matrix products of an opaque operator.
-    """
-    if not any(needs):
-        return 0.0
-    kind, forward = kind_of(op), forward_flops(op, extents)
-    if not kind.contraction:
-        return kind.backward * forward + matrix_flops(op, extents)  # two products for each
-    pairs = list(zip(op.access.inputs, needs, strict=True))
-    factors = sum(1 for operand, need in pairs if need and not operand.once)
-    sums = sum(1 for operand, need in pairs if need and operand.once)
-    return kind.backward * factors * forward + sums * output_elements(op, extents)
-
-
-def matrix_flops(op: Operator, extents: Extents) -> Any:
-    """A piece's share of the FLOPs in the attribute ``matrix_flops``, those of the whole operator."""
-    whole: Any = op.attributes.get("matrix_flops", 0)
-    return whole * prod(extents[a] / size for a, size in op.sizes.items()) if whole else 0
-
-
-def saved_tensors(graph: OperatorGraph) -> tuple[Saved, ...]:
-    """For each operator of a graph, what is saved for its backward: the rule behind the lifetime of activations.
-
-    It follows what PyTorch's autograd saves. Kinds that do not say save both, which is never too little.
-    """
-
-    def before(op: Operator) -> Operator | None:
-        maker = graph.producer.get(op.inputs[0]) if op.inputs else None
-        return None if maker is None else graph.operators[maker]
-
-    def rule(op: Operator) -> Saved:
-        if op.half is not None:
-            return INPUTS if op.half == "weights" else kind_of(op).saved_without_weights
-        return kind_of(op).saves(op, *([] if (one := first[op.name]) is None else filter(None, (one, first[one.name]))))
-
-    first = {op.name: before(op) for op in graph.operators}
-    return tuple(rule(op) for op in graph.operators)
-
-
-def kept_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
-    """(operator, operand) of the weights that autograd keeps for the backward pass: what gradients of other operands
-    are made of, of all but those that are added (biases). Where there are none to make, only operators keep them that
-    always save what they read."""
-    kept = set()
-    for i, (op, rule) in enumerate(zip(graph.operators, saved_tensors(graph), strict=True)):
-        if not graph.has_backward[i] or op.half == "weights" or not (rule.inputs or op.half):
-            continue  # what has its weights' gradients made apart saves none of its other operands for them
-        operands = zip(op.inputs, op.access.inputs, graph.flows[i], strict=True)
-        wanted = [
-            name in graph.differentiable and not operand.once and flow == Flow.BOTH for name, operand, flow in operands
-        ]
-        always = kind_of(op).saved_without_weights.inputs
-        for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True)):
-            weight = graph.tensor[name].kind == "parameter" and not operand.once
-            if weight and (always or any(wanted[:p] + wanted[p + 1 :])):
-                kept.add((i, p))
-    return frozenset(kept)
-
-
-def released_weights(graph: OperatorGraph) -> frozenset[tuple[int, int]]:
-    """(operator, operand) of the weights that no gradient of a weight is made of: where a backward pass is split, its
-    second half does without them. Of a product with one weight its gradient is made of the other factors."""
-    released: set[tuple[int, int]] = set()
-    for i, op in enumerate(graph.operators):
-        if kind_of(op).contraction:
-            factors = [
-                p for p, (name, operand) in enumerate(zip(op.inputs, op.access.inputs, strict=True))
-                if graph.tensor[name].kind == "parameter" and not operand.once
-            ]  # fmt: skip
-            released.update((i, p) for p in factors if len(factors) == 1)
-    return frozenset(released)
-
-
 def rand(*shape: int) -> torch.Tensor:
     """Normal numbers in float64, for samples."""
     return torch.randn(*shape, dtype=torch.float64)
@@ -475,8 +394,7 @@ def integers(high: int, *shape: int) -> torch.Tensor:
 
 __all__ = [
     "ALIAS", "BOTH", "INPUTS", "KINDS", "MANY", "NOTHING", "OUTPUTS", "TRACES", "Attributes", "Extents", "Kernel",
-    "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "backward_flops",
-    "build_kernel", "define", "find_trace", "forward_flops", "input_elements", "integers", "kept_weights", "kind_of",
-    "matrix_flops", "output_elements", "points", "rand", "register", "released_weights", "rewrite", "saved_tensors",
+    "KernelContext", "OperatorKind", "Sample", "Saved", "Shapes", "axis_roles", "build_kernel", "define",
+    "find_trace", "input_elements", "integers", "kind_of", "output_elements", "points", "rand", "register", "rewrite",
     "shipped", "unregister",
 ]  # fmt: skip

@@ -17,10 +17,10 @@ from flexsearch.graph.ops.base import (
     Sample,
     Shapes,
     define,
-    matrix_flops,
     rand,
 )
 from flexsearch.graph.ops.calls import CallAttributes, check_call, local_call
+from flexsearch.graph.ops.flops import matrix_flops
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.piece import Piece
 
