@@ -254,7 +254,8 @@ def test_units_that_the_account_overlooks_are_noticed() -> None:
 def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     """Peak of a device, by laying every microbatch's spans out one after the other. What is there once begins with the
     first microbatch for which the device runs the block, and ends with the last; receive buffers end with the first
-    that uses them. What ends before it begins ends in the next microbatch."""
+    that uses them. What ends before it begins ends in the next microbatch. What each microbatch receives is there from
+    a block on that the device runs for each."""
     count, group = int(schedule.microbatches[0]), int(schedule.group[device])
     runs: list[tuple[int, int]] = []
     for a in range(int(schedule.action_first[group]), int(schedule.action_last[group])):
@@ -265,6 +266,7 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     place = {run: at for at, run in enumerate(runs)}
     latest, earliest = dict(runs), dict(reversed(runs))
     own = sorted(latest)
+    each = [v for v in own if not schedule.once[v] and not schedule.last[v]]
     change = Counter[int]()
 
     def add(nbytes: int, begin: tuple[int, int], first: int, end: tuple[int, int], last: int) -> None:
@@ -276,7 +278,9 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             continue
         rows = []
         for moment in (s.first, s.last):
-            v = next((w for w in own if w >= moment // 2), own[-1])
+            block = moment // 2
+            among = own if block in latest or schedule.once[block] or schedule.last[block] else each or own
+            v = next((w for w in among if w >= block), among[-1])
             rows.append((v, moment % 2 if v == moment // 2 else 0))
         (a, first), (b, last) = rows
         if s.last < s.first:  # each microbatch's ends in the next one

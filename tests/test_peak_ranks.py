@@ -25,7 +25,8 @@ from flexsearch.lower.actions import Action
 from flexsearch.runtime.held import held_by
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
-from flexsearch.simulate.memory import memory, spans_of
+from flexsearch.simulate import simulate
+from flexsearch.simulate.memory import PARTS, memory, memory_curves, spans_of
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.model import StrategyFile
@@ -125,6 +126,26 @@ def test_what_a_stage_receives_waits_for_the_pass_before_it() -> None:
     }  # fmt: skip
     second = [t for t, row in enumerate(tasks.action) if row == Action(1, "F", 1) and tasks.device[t] == 1]
     assert order["forward", 1] < min(second) <= max(second) < order["backward", 0]
+
+
+def test_what_each_microbatch_receives_is_counted_beside_weights_that_are_gathered_once() -> None:
+    """The second stage begins with gathering its weights, once a step, before it receives anything. It holds what its
+    backward passes read of all samples before the first of them, in however many microbatches they come."""
+    graph, cluster = memory_peaks.imported("mlp").graph, Topology.load("ethernet-1g:3")
+    names = [op.name for op in graph.operators]
+    configs = {
+        op.name: make_config(op, {}, [0]) if k < 4 else make_config(op, {next(iter(op.sizes)): 2}, [1, 2], True)
+        for k, op in enumerate(graph.operators)
+    }
+    stages = [Stage(tuple(names[:4]), (0,), 1), Stage(tuple(names[4:]), (1, 2), 1)]
+    most = []
+    for count in (2, 4, 8):
+        plan = Strategy.make(graph, cluster, configs, stages=stages, microbatches=count, schedule="gpipe")
+        lowered = lower_for_ranks(graph, plan, cluster, Costs(graph, cluster))
+        curve = memory_curves(lowered, simulate(lowered).times)[1]
+        most.append(int(curve.use[PARTS.index("activations")].max()))
+    assert len(set(most)) == 1
+    assert most[0] >= 7 * (64 // 2 * 256 * 4)  # of 3 linear layers and 3 activations the operands, and of the loss
 
 
 def test_gradients_of_a_later_microbatch_are_added_one_by_one() -> None:
