@@ -310,6 +310,7 @@ class _Probe:
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
         return max(0.0, waiting - whole) / (2 * PARTS), max(0.0, going_on - whole) / (2 * PARTS)
 
+
 def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:
     """Rounds of pairs to measure. ``places``: by rank. Up to ``alone`` pairs have a round each. Of more, those inside
     one place and those of neighbours in rank are taken, and disjoint ones share a round."""
