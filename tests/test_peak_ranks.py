@@ -28,7 +28,7 @@ from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate.memory import memory, spans_of
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
+from flexsearch.strategy.files import StrategyFile
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
