@@ -35,7 +35,7 @@ from flexsearch.runtime.program import compile_program
 from flexsearch.simulate import simulate
 from flexsearch.simulate.memory import PARTS, memory, memory_curves
 from flexsearch.strategy import Strategy
-from flexsearch.strategy.model import StrategyFile
+from flexsearch.strategy.files import StrategyFile
 from tests.ranks import pool
 from tests.staged_plans import Deep, staged_plan, tokens_loss
 

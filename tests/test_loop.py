@@ -80,8 +80,8 @@ SOURCE: list[Source] = []
 
 def stepped(file: str, traced: Imported) -> Parallel:
     step = distribute(Net(), traced, read(file), example=(*batch(), loss))
-    SOURCE[:] = SOURCE or [step._traceable()]
-    step._source = SOURCE[0]
+    SOURCE[:] = SOURCE or [step.variants.traceable()]
+    step.variants.source = SOURCE[0]
     return step
 
 

@@ -18,7 +18,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baselines
-from flexsearch.strategy.model import StrategyFile
+from flexsearch.strategy.files import StrategyFile
 from flexsearch.topology import Topology
 from tests.ranks import pool
 from tests.small_models import case

@@ -29,7 +29,7 @@ from flexsearch.simulate import simulate
 from flexsearch.simulate.memory import PARTS, memory, memory_curves, spans_of
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
-from flexsearch.strategy.model import StrategyFile
+from flexsearch.strategy.files import StrategyFile
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory

@@ -25,7 +25,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, optimize, search, workers
+from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, optimize, search, simpler, workers
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climber
 from flexsearch.search.climbs import POLISHED
@@ -169,7 +169,7 @@ def test_an_interrupted_search_returns_its_best() -> None:
 
 
 def test_the_answer_is_a_local_optimum_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
+    monkeypatch.setattr(simpler, "simplify", lambda space, configs, evaluate, **rest: configs)
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     result = find(graph, topology, 80_000)
     assert result.locally_optimal and result.strategy.search is not None and result.strategy.search.locally_optimal
@@ -229,9 +229,9 @@ def test_the_best_plan_is_made_simpler_before_it_is_compared(monkeypatch: pytest
         evaluate(single)
         return single
 
-    monkeypatch.setattr(optimize, "simplify", lambda space, configs, evaluate, **rest: configs)
+    monkeypatch.setattr(simpler, "simplify", lambda space, configs, evaluate, **rest: configs)
     before = search(graph, topology, costs, proposals=400, processes=1)
-    monkeypatch.setattr(optimize, "simplify", simplify)
+    monkeypatch.setattr(simpler, "simplify", simplify)
     after = search(graph, topology, costs, proposals=400, processes=1)
     best = min(outcome.time_s for outcome in before.baselines.values())
     assert before.baseline == "" and seen == [(before.simulation.makespan_s, nextafter(best, 0.0))]

@@ -44,8 +44,8 @@ def stepped(file: str, traced: Imported) -> Parallel:
     model, tokens, target = deep()
     strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
     step = distribute(model, traced, strategy, example=(tokens, target, tokens_loss))
-    SOURCE[:] = SOURCE or [step._traceable()]
-    step._source = SOURCE[0]
+    SOURCE[:] = SOURCE or [step.variants.traceable()]
+    step.variants.source = SOURCE[0]
     return step
 
 
@@ -71,7 +71,7 @@ def _answers(file: str, traced: Imported, whole: bool) -> tuple[Answers, list[tu
         loss = step((tokens[low:high], target[low:high]), samples=size).loss
         torch.optim.SGD(step.parameters(), lr=1.0).step()
         answers.append((every, own, loss, step.state_dict()))
-    moved = [name for variant in step._smaller.values() for name in variant._moved]
+    moved = [name for variant in step.variants.steps.values() for name in variant._moved]
     return answers, [step.feed.range_of(step.rank, size) for size in SIZES], moved
 
 

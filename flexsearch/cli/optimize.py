@@ -233,7 +233,7 @@ def _free_layouts(asked: _Asked, large: bool, budget: str) -> float | None:
 
 def _optimize(asked: _Asked, trial: Verification | None) -> None:
     """Search, prove and verify as asked; write the best plan and print it."""
-    from flexsearch.search.optimize import rare_collections
+    from flexsearch.search.garbage import rare_collections
     from flexsearch.spaces import prefers_layout, search_both
 
     setting, seconds = asked.setting, asked.seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
 import numpy as np
@@ -53,6 +53,11 @@ class Rows:
         """The list of an item."""
         values: list[int] = self.all[self.first[item] : self.last[item]].tolist()
         return values
+
+
+def numbers(values: Iterable[int]) -> U32:
+    """An array of them; NOTHING for those below 0."""
+    return np.array([value if value >= 0 else int(NOTHING) for value in values], np.uint32)
 
 
 def _slots(graph: OperatorGraph) -> tuple[Rows, dict[tuple[int, int], int], int]:
@@ -166,9 +171,6 @@ def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> W
     read = Rows([slot[c] for c in graph.consumers[name]] for name in buffers)
     replaced = [activations.get(name, int(MISSING)) for name in graph.buffer_updates.values()]
 
-    def numbers(values: Iterable[int]) -> U32:
-        return np.array(list(values), dtype=np.uint32)
-
     return Wiring(
         slot_operator=numbers([*operators, *[int(ALWAYS)] * loose]), slot_position=numbers([*positions, *[0] * loose]),
         slot_tensor=numbers([*tensors, *[0] * loose]), slot_kind=np.array([*kinds, *[0] * loose], np.uint8),
@@ -206,44 +208,22 @@ def make_block_table(
 ) -> BlockTable:  # fmt: skip
     """The blocks of a graph as arrays."""
     graph = lowering.graph
-    operands, slot, count = _slots(graph)
-    results = _results(lowering, count)
-    parameters = graph.of_kind("parameter")
-    read, made = _read(graph, slot), _made(graph, slot, results)
-    inside = _inside(graph, slot, blocks.region)
-    returned = range(count, count + len(lowering.results))
-    sent_at_once = Rows([s for s in made.row(i) if s not in returned] for i in range(len(graph.operators)))
-    packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)
-    of_kind = {
-        GATHER: packed, FORWARD: sent_at_once, BACKWARD: operands, RECOMPUTE: inside, REGATHER: packed,
-        GATHER_ONCE: packed, RESULT: Rows([returned]),
-    }  # fmt: skip
-    sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
     place = {block: b for b, block in enumerate(zip(blocks.kind, blocks.argument, strict=True))}
-    forward, backward, again, kept = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(4))
-    by_kind = {BACKWARD: backward, RECOMPUTE: again, REGATHER: again, GATHER_ONCE: kept}
-    for (kind, a), b in place.items():
-        if kind in of_kind:
-            by_kind.get(kind, forward)[of_kind[kind].row(a)] = b
-    bucket, each = (np.full(len(parameters), NOTHING) for _ in range(2))
-    for number, (members, sums) in enumerate(zip(blocks.buckets, blocks.sums, strict=True)):
-        if sums != EACH:
-            bucket[members] = number
-        if sums != ONCE:
-            each[members] = number
+    sent, (forward, backward, again, kept) = _sent(lowering, blocks, place)
+    bucket, each = _buckets(blocks, len(graph.of_kind("parameter")))
     runs = np.zeros((len(stages) + 1, devices), np.uint8)
     runs[-1] = 1
     for stage, of in enumerate(stages.devices):
         runs[stage, list(of)] = 1
-    member = Rows(blocks.buckets)
+    member, operators = Rows(blocks.buckets), range(len(graph.operators))
     sync = [place[SYNCHRONISE, n] for n in range(len(blocks.starts))]
 
-    def numbers(values: Iterable[int]) -> U32:
-        return np.array([value if value >= 0 else int(NOTHING) for value in values], np.uint32)
+    def by_operator(kind: int) -> U32:
+        return numbers(place.get((kind, i), -1) for i in operators)
 
     def by_weight(kind: int) -> U32:
         found = {w: place.get((kind, p), -1) for p, pack in enumerate(blocks.packs) for w in pack}
-        return numbers(found[w] for w in range(len(parameters)))
+        return numbers(found[w] for w in range(len(bucket)))
 
     def by_bucket(of: Sequence[int]) -> U32:
         found = {number: sync[n] for n, number in enumerate(of)}
@@ -261,12 +241,10 @@ def make_block_table(
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,
         stage=numbers(stage if stage >= 0 else len(stages) for stage in blocks.stage), runs=runs.ravel(),
         forward=forward, backward=backward, again=again, kept=kept,
-        forward_of=numbers(place[FORWARD, i] for i in range(len(graph.operators))),
-        backward_of=numbers(place.get((BACKWARD, i), -1) for i in range(len(graph.operators))),
-        weight_of=numbers(place.get((WEIGHT_GRADIENT, i), -1) for i in range(len(graph.operators))),
-        halved=np.array([stages.splits(stage) for stage in stages.of(len(graph.operators))], np.uint8),
-        recompute_of=numbers(place.get((RECOMPUTE, i), -1) for i in range(len(graph.operators))),
-        read_of=numbers(place[READ, 0] if i in lowering.readers else -1 for i in range(len(graph.operators))),
+        forward_of=by_operator(FORWARD), backward_of=by_operator(BACKWARD), weight_of=by_operator(WEIGHT_GRADIENT),
+        halved=np.array([stages.splits(stage) for stage in stages.of(len(operators))], np.uint8),
+        recompute_of=by_operator(RECOMPUTE),
+        read_of=numbers(place[READ, 0] if i in lowering.readers else -1 for i in operators),
         region=numbers(blocks.region),
         gather_of=by_weight(GATHER), regather_of=by_weight(REGATHER), gather_once_of=by_weight(GATHER_ONCE),
         bucket=bucket, each=each,
@@ -275,3 +253,37 @@ def make_block_table(
         started_by=by_bucket(blocks.starts), finished_by=by_bucket(blocks.finishes),
         added_by=numbers(block if block >= 0 else len(blocks) - 1 for block in blocks.added),
     )  # fmt: skip
+
+
+def _sent(lowering: Pieces, blocks: Blocks, place: Mapping[tuple[int, int], int]) -> tuple[Rows, tuple[U32, ...]]:
+    """By block, the slots that it sends to; and by slot, the block that sends there forward, backward, again, and
+    once for all microbatches. ``place``: of each block, by kind and argument."""
+    graph = lowering.graph
+    operands, slot, count = _slots(graph)
+    results = _results(lowering, count)
+    read, made = _read(graph, slot), _made(graph, slot, results)
+    returned = range(count, count + len(lowering.results))
+    sent_at_once = Rows([s for s in made.row(i) if s not in returned] for i in range(len(graph.operators)))
+    packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)
+    of_kind = {
+        GATHER: packed, FORWARD: sent_at_once, BACKWARD: operands, RECOMPUTE: _inside(graph, slot, blocks.region),
+        REGATHER: packed, GATHER_ONCE: packed, RESULT: Rows([returned]),
+    }  # fmt: skip
+    forward, backward, again, kept = (np.full(count + sum(map(len, results.values())), NOTHING) for _ in range(4))
+    by_kind = {BACKWARD: backward, RECOMPUTE: again, REGATHER: again, GATHER_ONCE: kept}
+    for (kind, a), b in place.items():
+        if kind in of_kind:
+            by_kind.get(kind, forward)[of_kind[kind].row(a)] = b
+    sent = Rows(of_kind[k].row(a) if k in of_kind else () for k, a in zip(blocks.kind, blocks.argument, strict=True))
+    return sent, (forward, backward, again, kept)
+
+
+def _buckets(blocks: Blocks, weights: int) -> tuple[U32, U32]:
+    """By weight: its bucket of sums over all microbatches, and that of each microbatch's own."""
+    once, each = (np.full(weights, NOTHING) for _ in range(2))
+    for number, (members, sums) in enumerate(zip(blocks.buckets, blocks.sums, strict=True)):
+        if sums != EACH:
+            once[members] = number
+        if sums != ONCE:
+            each[members] = number
+    return once, each

@@ -1,7 +1,7 @@
 """``flexsearch probe``: measures the cluster it runs on and describes it as a topology.
 
-Every rank of a process group calls :func:`probe`. Transfers are made as the runtime makes them (see ``wire``): direct
-messages whose receives are posted before anything is sent, and the backend's own all-reduce. What is measured:
+Every rank of a process group calls :func:`probe`. Transfers are made as the runtime makes them (see ``transfers``):
+direct messages whose receives are posted before anything is sent, and the backend's own all-reduce. What is measured:
 
 1. each device by itself, ranks that share a processor one after the other;
 2. each pair of ranks while nothing else moves: the time for a few bytes, and the slope of time over bytes between two
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from statistics import median
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,31 +33,17 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.measure.beside import PARTS, Bucket, Network
 from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
+from flexsearch.measure.transfers import FINISH, Meanwhile, Transfers
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS, ONE_CALL
 
-T = TypeVar("T")
 MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
 """MiB that a measured transfer moves at most. gloo: about a bucket of gradients."""
 BESIDE: Final = (2, 8)
 """Ranks compute so many times as long as a communication takes that takes time from it, as it is slower then; the
 second where it has not come to its end in that time."""
-
-Meanwhile = Callable[[], object]
-Finish = Callable[[list[Tensor]], Tensor]
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
-
-
-FINISH: Final[Mapping[str, Finish]] = {"reduce_scatter": _sum, "all_gather": torch.cat, "all_to_all": torch.cat}
-"""What a rank does with its own part and the others when they are there; gathered parts are put into one tensor."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +129,14 @@ class _Probe:
 
     def __init__(self, backend: Literal["gloo", "nccl"], effort: Effort) -> None:
         self.backend, self.effort = backend, effort
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        # NCCL's barrier and gathering would run on the device; figures go round by CPU.
-        self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
-        self.tag = 0
+        self.transfers = Transfers(backend)
+        self.rank, self.size = self.transfers.rank, self.transfers.size
+        self.gather = self.transfers.gather
         self.network = Network()
-        self.packing_s = self.copying_s = 0.0
-        """Of the last ``move`` or ``all_reduce``: processor seconds for which this thread put together what it sent,
-        and with them those for what came."""
-        self.busy_s = self.waited_s = 0.0
-        """Of the last communication beside computations, on this rank: seconds of an all-reduce, and for which it
-        waited after it had computed."""
 
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
-        found = self.gather(facts(self.device))
+        found = self.gather(facts(self.transfers.device))
         compute = self.measure_compute(found)
         latency: dict[Pair, float] = {}
         bandwidth: dict[Pair, float] = {}
@@ -166,12 +144,12 @@ class _Probe:
         forms: dict[str, FormTime] = {}
         ring = pause = overlapped = 0.0
         if self.size > 1:
-            self.all_reduce(8)  # connections are made on first use
+            self.transfers.all_reduce(8)  # connections are made on first use
             for pairs in schedule([f.place for f in found], self.effort.pairs):
                 latency |= self.pair_latency(pairs)
                 bandwidth |= self.pair_bandwidth(pairs)
             together = self.all_places(found, bandwidth)
-            ring = _undisturbed([self.all_reduce(8) for _ in range(20)])
+            ring = _undisturbed([self.transfers.all_reduce(8) for _ in range(20)])
             pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
             forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
         tensor_s = self.tensors() if self.size > 1 and self.backend == "gloo" else {}
@@ -179,7 +157,7 @@ class _Probe:
             self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms, tensor_s
         )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
-        dist.broadcast_object_list(boxed, 0, group=self.control)
+        dist.broadcast_object_list(boxed, 0, group=self.transfers.control)
         assert boxed[0] is not None
         return Topology.model_validate_json(boxed[0])
 
@@ -190,9 +168,9 @@ class _Probe:
         turn = [shared[:rank].count(shared[rank]) for rank in range(self.size)]
         mine: Compute | None = None
         for t in range(max(turn) + 1):
-            dist.barrier(group=self.control)
+            self.transfers.barrier()
             if turn[self.rank] == t:
-                mine = measure(self.device, self.effort.compute_s)
+                mine = measure(self.transfers.device, self.effort.compute_s)
         assert mine is not None
         return self.gather(mine)
 
@@ -201,25 +179,25 @@ class _Probe:
     def pair_latency(self, pairs: Sequence[Pair], rounds: int = 40) -> dict[Pair, float]:
         """Seconds from the start of sending a few bytes both ways to their arrival, by pair."""
         peer = _peers(pairs).get(self.rank)
-        taken = []
+        peers, taken = [] if peer is None else [peer], []
         for _ in range(rounds):
-            small = torch.zeros(8, dtype=torch.uint8, device=self.device)
-            taken.append(self.move({peer: small} if peer is not None else {}, {peer: 8} if peer is not None else {}))
+            small = torch.zeros(8, dtype=torch.uint8, device=self.transfers.device)
+            taken.append(self.transfers.move(dict.fromkeys(peers, small), dict.fromkeys(peers, 8)))
         seconds = self.gather(_undisturbed(taken))
         return {(i, j): max(seconds[i], seconds[j]) for i, j in pairs}
 
     def pair_bandwidth(self, pairs: Sequence[Pair]) -> dict[Pair, float]:
         """B/s of each pair in each direction, both at once: the slope of time over bytes from a quarter of a large size
         to the whole of it."""
-        rate = {pair: MEBI / seconds for pair, seconds in self.swap(dict.fromkeys(pairs, MEBI)).items()}
+        rate = {pair: MEBI / seconds for pair, seconds in self.transfers.swap(dict.fromkeys(pairs, MEBI)).items()}
         for share in (4, 1):  # approach the size that takes the wanted time; the first guess is mostly start-up
             large = {pair: _size(b * self.effort.transfer_s / share, MOST[self.backend]) for pair, b in rate.items()}
-            rate = {pair: large[pair] / seconds for pair, seconds in self.swap(large).items()}
+            rate = {pair: large[pair] / seconds for pair, seconds in self.transfers.swap(large).items()}
         whole = {pair: n / rate[pair] for pair, n in large.items()}
         quarter = {pair: float("inf") for pair in pairs}
         for _ in range(self.effort.repeats):
             for sizes, best in (({p: n // 4 for p, n in large.items()}, quarter), (large, whole)):
-                for pair, seconds in self.swap(sizes).items():
+                for pair, seconds in self.transfers.swap(sizes).items():
                     best[pair] = min(best[pair], seconds)
         result = {}
         for pair, n in large.items():
@@ -246,7 +224,7 @@ class _Probe:
         ]
         best = [float("inf")] * self.size
         for _ in range(self.effort.repeats):
-            best = [min(b, s) for b, s in zip(best, self.gather(self.send(moves)), strict=True)]
+            best = [min(b, s) for b, s in zip(best, self.gather(self.transfers.send(moves)), strict=True)]
         return {
             place: nbytes * len(ranks) / max(best[r] for r in ranks)
             for place, ranks in places.items()
@@ -258,20 +236,21 @@ class _Probe:
         wanted = slowest * self.effort.transfer_s
         if form == "all_reduce":
             nbytes = _size(wanted / 2, min(64, MOST[self.backend]))
-            return self.timed(nbytes, lambda meanwhile: self.all_reduce(nbytes, True, meanwhile))
+            return self.timed(nbytes, lambda meanwhile: self.transfers.all_reduce(nbytes, True, meanwhile))
         crowd = [f.place for f in found]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
         nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
         if form in ONE_CALL[self.backend]:
-            return FormTime(nbytes, _undisturbed([self.call(form, nbytes) for _ in range(self.effort.repeats)]))
+            calls = [self.transfers.call(form, nbytes) for _ in range(self.effort.repeats)]
+            return FormTime(nbytes, _undisturbed(calls))
         moves, finish = messages(form, self.size, nbytes), FINISH.get(form)
-        return self.timed(nbytes, lambda meanwhile: max(self.gather(self.send(moves, finish, meanwhile))))
+        return self.timed(nbytes, lambda meanwhile: max(self.gather(self.transfers.send(moves, finish, meanwhile))))
 
     def timed(self, nbytes: int, move: Callable[[Meanwhile], float]) -> FormTime:
         """What a form takes, of several times that ``move`` carries it out on all ranks."""
         taken = []
         for _ in range(self.effort.repeats):
-            seconds, copies = move(_nothing), self.gather((self.copying_s, self.packing_s))
+            seconds, copies = move(_nothing), self.gather((self.transfers.copying_s, self.transfers.packing_s))
             taken.append((seconds, *map(median, zip(*copies, strict=True))))
         seconds, copying, packing = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
         if self.backend == "nccl":  # its kernels take no processor time
@@ -288,18 +267,18 @@ class _Probe:
         """How much later ranks are done that compute, for so many ``times`` of ``seconds``, while ``move``
         communicates, which takes ``seconds`` alone; what it takes then, if it is an all-reduce; and for how long it
         goes on when they have computed; s."""
-        dist.barrier(group=self.control)
+        self.transfers.barrier()
         count = math.ceil(4 * times * seconds / min(self.gather(self.network.steps_s(4))))
         taken = []
         for _ in range(self.effort.repeats):  # in turn, as the machine may be slower later
             spent: list[float] = []
-            dist.barrier(group=self.control)
+            self.transfers.barrier()
             spent.append(self.network.steps_s(count))
             move(lambda spent=spent: spent.append(self.network.steps_s(count)))  # type: ignore[misc]
             alone, beside = map(max, zip(*self.gather(spent), strict=True))
-            busy, waited = map(max, zip(*self.gather((self.busy_s, self.waited_s)), strict=True))
+            busy, waited = map(max, zip(*self.gather((self.transfers.busy_s, self.transfers.waited_s)), strict=True))
             taken.append((beside - alone, busy, waited))
-            self.busy_s = 0.0
+            self.transfers.busy_s = 0.0
         late, busy, waited = map(median, zip(*taken, strict=True))
         return max(0.0, late), busy, waited
 
@@ -311,94 +290,6 @@ class _Probe:
         summed, moved = (median(self.gather(_undisturbed(list(column)))) for column in zip(*taken, strict=True))
         return {form: summed if form == "all_reduce" else moved for form in FORMS if form != "exchange"}
 
-    # ---- moving bytes
-
-    def swap(self, sizes: Mapping[Pair, int]) -> dict[Pair, float]:
-        """Send so many bytes both ways between the ranks of each pair; seconds by pair."""
-        mine = self.send([(a, b, n) for (i, j), n in sizes.items() for a, b in ((i, j), (j, i))])
-        seconds = self.gather(mine)
-        return {(i, j): max(seconds[i], seconds[j]) for i, j in sizes}
-
-    def send(
-        self, moves: Sequence[tuple[int, int, int]], finish: Finish | None = None, meanwhile: Meanwhile | None = None
-    ) -> float:  # fmt: skip
-        """Carry out the messages (source, destination, bytes) at once; seconds that it takes this rank, with ``finish``
-        of what it receives. ``meanwhile``: what it does until it waits for them."""
-        outgoing = {j: torch.ones(n // 4, device=self.device) for i, j, n in moves if i == self.rank}
-        return self.move(outgoing, {i: n for i, j, n in moves if j == self.rank}, finish, meanwhile)
-
-    def move(
-        self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int], finish: Finish | None = None,
-        meanwhile: Meanwhile | None = None,
-    ) -> float:  # fmt: skip
-        """Send tensors and receive so many bytes, by peer; seconds. Receives are posted before the clock starts, as a
-        step of the runtime posts its receives at its start. What is sent is put together before, too, in a form that is
-        made of messages: that takes no time from the network."""
-        self.tag += 1
-        # Filled, as memory that was never written to is none yet: a rank's buffers have been used in earlier steps.
-        received = {i: torch.ones(n // 4, device=self.device) for i, n in incoming.items()}
-        own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if finish else torch.empty(0)
-        works: list[dist.Work | None] = []
-        if self.backend == "gloo":
-            works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
-        else:
-            torch.cuda.synchronize()
-        self.packing_s = self.copying_s = 0.0
-        if finish:
-            outgoing = self.packed(outgoing)
-        dist.barrier(group=self.control)
-        began = time.perf_counter()
-        if self.backend == "gloo":
-            works += [dist.isend(tensor, peer, tag=self.tag) for peer, tensor in outgoing.items()]
-        elif outgoing or received:
-            works += dist.batch_isend_irecv(
-                [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]
-                + [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in outgoing.items()]
-            )
-        if meanwhile is not None:
-            meanwhile()
-        computed = time.perf_counter()
-        for work in works:
-            if work is not None:
-                work.wait()
-        self.waited_s, arrived = time.perf_counter() - computed, time.thread_time()
-        if finish and received:
-            finish([own, *received.values()])
-            self.copying_s += time.thread_time() - arrived
-        if self.backend == "nccl":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    def packed(self, outgoing: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Copies of tensors in memory that is new, as ranks put together what they send."""
-        began = time.thread_time()
-        copies = {peer: tensor.clone() for peer, tensor in outgoing.items()}
-        self.packing_s = self.copying_s = time.thread_time() - began
-        return copies
-
-    def all_reduce(self, nbytes: int, pack: bool = False, meanwhile: Meanwhile | None = None) -> float:
-        """Seconds of the backend's all-reduce of so many bytes, on the slowest rank. ``pack`` them before;
-        ``meanwhile``: what ranks do until they wait for it."""
-        tensor = torch.ones(max(1, nbytes // 4), device=self.device)
-        if pack:
-            tensor = self.packed({0: tensor})[0]
-        dist.barrier(group=self.control)
-        began = time.perf_counter()
-        work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
-        if meanwhile is not None:
-            ended: list[float] = []
-            work.get_future().add_done_callback(lambda _: ended.append(time.perf_counter()))
-            meanwhile()
-            computed = time.perf_counter()
-            work.wait()
-            self.waited_s = time.perf_counter() - computed
-            self.busy_s = max(ended, default=time.perf_counter()) - began
-        work.wait()
-        if self.backend == "nccl":
-            torch.cuda.synchronize()
-        return max(self.gather(time.perf_counter() - began))
-
     def pause(self) -> tuple[float, float]:
         """Seconds that an all-reduce of a few bytes costs ranks that compute, if they wait for it and if they go on: it
         cuts a run of operators in two, of which each is a call of autograd, and wakes gloo's threads and this one
@@ -406,7 +297,7 @@ class _Probe:
 
         def step(cut: bool, waits: bool = False) -> float:
             works: list[dist.Work] = []
-            dist.barrier(group=self.control)
+            self.transfers.barrier()
             began = time.perf_counter()
             self.network.step((lambda tensor: _interrupted(tensor, works, waits)) if cut else None)
             for work in works:
@@ -418,33 +309,6 @@ class _Probe:
             taken.append([max(self.gather(step(*way))) for way in ways])
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
         return max(0.0, waiting - whole) / (2 * PARTS), max(0.0, going_on - whole) / (2 * PARTS)
-
-    def call(self, form: str, nbytes: int) -> float:
-        """Seconds of the backend's own collective, which brings so many bytes from each rank to each, on the slowest
-        rank."""
-        part, whole = (torch.ones(n * max(1, nbytes // 4), device=self.device) for n in (1, self.size))
-        # torch 2.13 gave two of them other names.
-        gather_all: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        scatter_sums: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        if self.backend == "nccl":
-            torch.cuda.synchronize()
-        dist.barrier(group=self.control)
-        began = time.perf_counter()
-        if form == "all_gather":
-            gather_all(whole, part)
-        elif form == "reduce_scatter":
-            scatter_sums(part, whole)
-        else:
-            dist.all_to_all_single(torch.empty_like(whole), whole)
-        if self.backend == "nccl":
-            torch.cuda.synchronize()
-        return max(self.gather(time.perf_counter() - began))
-
-    def gather(self, value: T) -> list[T]:
-        """The value of every rank."""
-        everyone: list[T | None] = [None] * self.size
-        dist.all_gather_object(everyone, value, group=self.control)
-        return everyone  # type: ignore[return-value]
 
 
 def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:

@@ -49,8 +49,11 @@ class Feed:
         """Where an input of ``shape`` lies when ``batch`` samples have been fed."""
         if name not in self.rows:
             return everywhere(shape, self.ranks)
+        return self.shares(shape, self.rows[name], batch)
+
+    def shares(self, shape: Sequence[int], rows: int, batch: int) -> Layout:
+        """The layout of a tensor in which each rank has its samples of ``batch``, ``rows`` rows each."""
         ranges = [self.range_of(rank, batch) for rank in range(self.ranks)]
-        rows = self.rows[name]
         return tuple(
             Entry(rank, ((low * rows, high * rows), *whole(shape[1:])), 0)
             for rank, (low, high) in enumerate(ranges)
@@ -81,6 +84,12 @@ class Feed:
             f"the loss takes targets, so a batch is a pair (inputs, targets), not a {type(batch).__name__}",
             "Pass step((inputs, targets)).",
         )
+
+    def inputs(self, batch: Any) -> Any:
+        """The inputs of a batch, beside which targets may stand."""
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        paired = isinstance(batch, tuple | list) and len(batch) == 2 and len(tensors) > len(self.imported.input_names)
+        return self.pair(batch)[0] if paired else batch
 
     def _ordered(self, inputs: Any) -> Any:
         """Keyword arguments in the order that they were imported in."""

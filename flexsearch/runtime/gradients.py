@@ -1,18 +1,19 @@
-"""Gradients on a rank: how they enter a backward pass, and how they are added up."""
+"""Gradients on a rank: how they enter a backward pass, and how they are added up, in a step and over several."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from flexsearch.runtime.backward import accumulate
 from flexsearch.runtime.instructions import Slot
+from flexsearch.runtime.stored import Stored
 
 HANDED_OVER_BYTES = 1 << 14
 """Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
@@ -89,3 +90,37 @@ def add(
 def _memory(tensor: Tensor) -> int:
     """Where the memory of a tensor begins."""
     return tensor.untyped_storage().data_ptr()
+
+
+def set_aside(weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Take the gradients of earlier steps out of weights."""
+    earlier = {}
+    for name, parameter in weights.items():
+        if (gradient := parameter.grad) is not None:
+            earlier[name], parameter.grad = gradient, None
+    return earlier
+
+
+def add_earlier(stored: Stored, earlier: Mapping[str, Tensor], scale: float) -> None:
+    """Gradients of earlier steps and, times ``scale``, of this one; zero where no step reads, as on one device, where
+    weight decay and momentum reach it, too."""
+    seen: set[int] = set()
+    for name, parameter in stored.weights.items():
+        if (gradient := parameter.grad) is not None:
+            # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
+            where = gradient.data_ptr()
+            if scale != 1.0:
+                parameter.grad = gradient * scale
+            elif where in seen or (not gradient.is_contiguous() and _repeats(gradient)):
+                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
+            seen.add(where)
+        if name in earlier:
+            parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
+    for _, rest in (region for regions in stored.rest.values() for region in regions):
+        if rest.requires_grad and rest.grad is None:
+            rest.grad = torch.zeros_like(rest)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor lie at one place."""
+    return any(step == 0 < size - 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from flexsearch.errors import RuntimeFailure
@@ -25,15 +24,17 @@ from flexsearch.runtime.clip import scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.faults import Failures
 from flexsearch.runtime.feed import Feed, batches, load, sample_order
+from flexsearch.runtime.gradients import add_earlier, set_aside
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
+from flexsearch.runtime.modes import refuse_modes
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import apart, without_synchronisation
 from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.timeline import Timeline, record
-from flexsearch.runtime.variant import ForwardPass, Variant, smaller_step
+from flexsearch.runtime.variant import Variant, Variants
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
 
@@ -65,8 +66,7 @@ class Parallel:
         make: MakeOptimizer | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
-        self.strategy, self._timeout_s, self._fuse = strategy, timeout_s, fuse
-        self._imported = imported
+        self.strategy = strategy
         self.stored = Stored(model, imported, lowered, self.rank, device)
         self.feed = Feed(imported, lowered)
         read = {edge.tensor for edge in lowered.edges if any(entry.device == self.rank for entry in edge.need)}
@@ -92,19 +92,17 @@ class Parallel:
             compile_program(runs, self.rank, fuse), Wire(runs, self.rank, device, timeout_s), self.stored.weights,
             self.stored.fixed, lambda: None, self.context, compiler,
         )  # fmt: skip
-        self._source: Source | None = None
-        self._smaller: dict[int, Variant] = {}
-        self._forwards: dict[tuple[int, bool, bool], tuple[ForwardPass, Any]] = {}
+        self.variants = Variants(
+            lowered, self.stored, self.feed, self.context, self.synchronisation.names, timeout_s, fuse
+        )
         self._announced: int | None = None
         self._evaluating = False
 
-    def set_up(
-        self, model: nn.Module, example: Example | None, function: Initialise | bool
-    ) -> None:
+    def set_up(self, model: nn.Module, example: Example | None, function: Initialise | bool) -> None:
         """Keep what tracing again takes, and draw the first weights with ``function``, if that is one."""
         if example is not None:
             inputs, targets, loss = example
-            self._source = Source(model, loss, inputs, targets, self._imported, self.feed.rows)
+            self.variants.source = Source(model, loss, inputs, targets, self.feed.imported, self.feed.rows)
         if function:
             if self.stored.loaded:
                 raise RuntimeFailure(
@@ -128,7 +126,7 @@ class Parallel:
         same on all ranks. ``scale``: of the gradients, 1 / k where k calls accumulate a mean. ``outputs``: return what
         the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
         """
-        self._refuse_modes("step")
+        refuse_modes("step", self.stored, self._evaluating)
         if self.synchronisation.asynchronous:
             raise RuntimeFailure(
                 "step(batch) leaves gradients for an optimizer, but here the optimizer runs at the server",
@@ -146,7 +144,7 @@ class Parallel:
                 "step(inputs, targets) updates the weights, but there is no optimizer",
                 "Pass parallelize(optimizer=...), or call step(batch) and then the optimizer's step().",
             )
-        self._refuse_modes("step")
+        refuse_modes("step", self.stored, self._evaluating)
         with self.failures.watch():
             return self._train(inputs, targets, None, 1.0, False).loss
 
@@ -161,19 +159,19 @@ class Parallel:
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         named, count = self.feed.named(inputs, targets), self._count(samples)
-        returned = self._forward(named, count, False, False) if outputs else None
+        returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()
-        earlier, self._updated = self._set_aside_gradients(), False
-        whole = count == self.graph.batch
-        results = self.engine.step(self._fed(named)) if whole else self._smaller_step(count).run(named)
+        earlier, self._updated = set_aside(self.stored.weights), False
+        smaller = self._smaller_step(count) if count < self.graph.batch else None
+        results = self.engine.step(self._fed(named)) if smaller is None else smaller.run(named)
         if self._one_call and not self._updated:
             self._update()
         elif not self._one_call:
             self.synchronisation.synchronise_gradients()
-            self._add_gradients(earlier, scale)
+            add_earlier(self.stored, earlier, scale)
         for counter in self.stored.counters.values():
             counter += 1
-        return StepOutput(self._loss(results, self.graph if whole else self._smaller[count].graph), returned)
+        return StepOutput(self._loss(results, self.graph if smaller is None else smaller.graph), returned)
 
     def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
         """Of the whole batch; where workers go by themselves of this one's samples, no number on ranks that compute
@@ -209,44 +207,7 @@ class Parallel:
                 "each other, so that they cannot share it out anew",
                 "Leave out the last batch (step.loader(..., drop_last=True)).",
             )
-        if count not in self._smaller:
-            imported = self._traceable().training(count)
-            self._smaller[count] = smaller_step(
-                imported, self.lowered, self.stored, self.feed, self.context, self._timeout_s, self._fuse,
-                self.synchronisation.names,
-            )  # fmt: skip
-        return self._smaller[count]
-
-    def _traceable(self) -> Source:
-        if self._source is None:
-            raise RuntimeFailure("this step cannot be traced again", "Make it by parallelize.")
-        return self._source
-
-    def _set_aside_gradients(self) -> dict[str, Tensor]:
-        earlier = {}
-        for name, parameter in self.stored.weights.items():
-            if (gradient := parameter.grad) is not None:
-                earlier[name], parameter.grad = gradient, None
-        return earlier
-
-    def _add_gradients(self, earlier: Mapping[str, Tensor], scale: float) -> None:
-        """Gradients of earlier calls and of this one; zero where no step reads, as on one device, where weight decay
-        and momentum reach it, too."""
-        seen: set[int] = set()
-        for name, parameter in self.stored.weights.items():
-            if (gradient := parameter.grad) is not None:
-                # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
-                where = gradient.data_ptr()
-                if scale != 1.0:
-                    parameter.grad = gradient * scale
-                elif where in seen or (not gradient.is_contiguous() and _repeats(gradient)):
-                    parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-                seen.add(where)
-            if name in earlier:
-                parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
-        for _, rest in (region for regions in self.stored.rest.values() for region in regions):
-            if rest.requires_grad and rest.grad is None:
-                rest.grad = torch.zeros_like(rest)
+        return self.variants.step(count)
 
     def _update(self) -> None:
         """What the short cut does with complete gradients."""
@@ -254,45 +215,24 @@ class Parallel:
         self.synchronisation.synchronise_gradients()
         if self.synchronisation.asynchronous:
             self.synchronisation.synchronise_weights()
-            self._set_aside_gradients()
+            set_aside(self.stored.weights)
         elif self.optimizer is not None:
-            self._add_gradients({}, 1.0)
+            add_earlier(self.stored, {}, 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         elif self.synchronisation:
             self.synchronisation.synchronise_weights()
-
-    def _refuse_modes(self, what: str) -> None:
-        """Raise RuntimeFailure in regions that plain PyTorch would honour and a compiled plan cannot, and without
-        weights."""
-        if not self.stored.loaded:
-            raise RuntimeFailure(
-                "the model was on the meta device and has no weights yet",
-                "Pass parallelize(initialise=...), or call load_state_dict or load before the first step.",
-            )
-        if torch.is_autocast_enabled(self.device.type):
-            raise RuntimeFailure(
-                f"{what} is called under torch.autocast, which has no effect on a plan",
-                "Leave the autocast region, and plan with optimize(options=Options(precision='bf16')).",
-            )
-        if what == "step" and not torch.is_grad_enabled():
-            raise RuntimeFailure(
-                "step(batch) computes gradients, but is called under torch.no_grad() or inference_mode()",
-                "Call it outside, or `with step.evaluating(): step.forward(batch)` for predictions.",
-            )
-        if what == "step" and self._evaluating:
-            raise RuntimeFailure("step(batch) trains, but is called in step.evaluating()", "Call step.forward(batch).")
 
     def trace(self, batch: Any, optimizer: Optimizer | None = None, steps: int = 3) -> Timeline:
         """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
         operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
         it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
         self.refuse_trace()
-        earlier = self._set_aside_gradients()
+        earlier = set_aside(self.stored.weights)
 
         def step() -> None:
             self(batch)
-            self._set_aside_gradients()
+            set_aside(self.stored.weights)
 
         try:
             with self.synchronisation.frozen():
@@ -376,29 +316,10 @@ class Parallel:
         ``batch``: the model's inputs as for a step; targets may stand beside them, and are ignored. ``samples``: of a
         batch that is smaller than the plan's. Each batch size is traced once. All ranks must call it.
         """
-        self._refuse_modes("forward")
+        refuse_modes("forward", self.stored, self._evaluating)
         with self.failures.watch():
-            inputs, _ = self.feed.pair(batch) if self._is_pair(batch) else (batch, None)
-            named, count = self.feed.named(inputs, None), self._count(samples)
-            return self._forward(named, count, self._evaluating, everything)
-
-    def _is_pair(self, batch: Any) -> bool:
-        names = self._imported.input_names
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return isinstance(batch, tuple | list) and len(batch) == 2 and len(tensors) > len(names)
-
-    def _forward(self, named: Mapping[str, Tensor], count: int, evaluating: bool, everything: bool) -> Any:
-        key = count, evaluating, everything
-        if key not in self._forwards:
-            imported, outputs = self._traceable().forward(count, evaluating)
-            forward = ForwardPass(
-                imported, self.lowered, self.stored, self.feed, count, KernelContext(device=self.device),
-                self._timeout_s, self._fuse, everything,
-            )  # fmt: skip
-            self._forwards[key] = forward, outputs
-        forward, outputs = self._forwards[key]
-        with torch.no_grad():
-            return outputs.nested(forward.run(named, self.context.seed, self.context.step))
+            named, count = self.feed.named(self.feed.inputs(batch), None), self._count(samples)
+            return self.variants.forward(named, count, self._evaluating, everything)
 
     # ---- data
 
@@ -480,11 +401,4 @@ class Parallel:
         """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
         by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
         with self.failures.watch():
-            return checkpoint.load(
-                folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation
-            )
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Whether several elements of a tensor lie at one place."""
-    return any(step == 0 < size - 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+            return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation)

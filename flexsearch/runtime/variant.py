@@ -8,12 +8,14 @@ the plan's step leaves elsewhere: samples that another rank was fed, buffers tha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, OperatorGraph
+from flexsearch.graph.export import Outputs
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
@@ -25,6 +27,7 @@ from flexsearch.runtime.parts import cut
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import without_synchronisation
 from flexsearch.runtime.regions import Mover, everywhere, whole
+from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored, layouts_of, needs_of
 from flexsearch.runtime.wire import Wire
 
@@ -125,16 +128,6 @@ class Variant:
         return Mover(_copies(self._layouts[name]), wanted, self.rank, dtype_of(self.graph.tensor[name].dtype))
 
 
-def smaller_step(
-    imported: Imported, lowered: Lowered, stored: Stored, feed: Feed, context: KernelContext, timeout_s: float,
-    fuse: bool, by_recipe: Collection[str] = (),
-) -> Variant:  # fmt: skip
-    """The training step of ``lowered`` on the batch of ``imported``. ``by_recipe``: weights that follow a recipe."""
-    graph = imported.graph
-    runs = without_synchronisation(refit(lowered, graph), by_recipe)
-    return Variant(imported, runs, stored, feed, graph.batch, context, timeout_s, fuse)
-
-
 class ForwardPass:
     """The forward pass of ``imported`` (``import_forward``), for ``batch`` samples. ``everything``: every rank gets the
     outputs of the whole batch, not of its own samples alone."""
@@ -147,7 +140,7 @@ class ForwardPass:
         for name in imported.outputs:
             shape = graph.tensor[name].shape
             rows = 0 if everything else _rows_of_output(graph, name, feed)
-            self._needs[name] = _own(shape, rows, feed, batch) if rows else everywhere(shape, feed.ranks)
+            self._needs[name] = feed.shares(shape, rows, batch) if rows else everywhere(shape, feed.ranks)
         made = {name: need for name, need in self._needs.items() if name in graph.producer}
         self._variant = Variant(
             imported, refit_forward(lowered, graph, made), stored, feed, batch, context, timeout_s, fuse
@@ -177,14 +170,50 @@ class ForwardPass:
         return torch.zeros((0, *spec.shape[1:]), dtype=dtype_of(spec.dtype), device=stored.device)  # no samples here
 
 
-def _own(shape: tuple[int, ...], rows: int, feed: Feed, batch: int) -> Layout:
-    """The layout in which each rank has its samples, ``rows`` rows each."""
-    ranges = [feed.range_of(rank, batch) for rank in range(feed.ranks)]
-    return tuple(
-        Entry(rank, ((low * rows, high * rows), *whole(shape[1:])), 0)
-        for rank, (low, high) in enumerate(ranges)
-        if low < high
-    )
+class Variants:
+    """The plan's step on smaller batches and its forward passes, each of which is traced once. ``by_recipe``: weights
+    that follow a recipe. All ranks must call each method together."""
+
+    def __init__(
+        self, lowered: Lowered, stored: Stored, feed: Feed, context: KernelContext, by_recipe: Collection[str],
+        timeout_s: float, fuse: bool,
+    ) -> None:  # fmt: skip
+        self._lowered, self._stored, self._feed, self._context = lowered, stored, feed, context
+        self._by_recipe, self._timeout_s, self._fuse = by_recipe, timeout_s, fuse
+        self.source: Source | None = None
+        self.steps: dict[int, Variant] = {}
+        """By number of samples."""
+        self._forwards: dict[tuple[int, bool, bool], tuple[ForwardPass, Outputs]] = {}
+
+    def traceable(self) -> Source:
+        """The model, to trace it again. Raises RuntimeFailure if it was not kept."""
+        if self.source is None:
+            raise RuntimeFailure("this step cannot be traced again", "Make it by parallelize.")
+        return self.source
+
+    def step(self, batch: int) -> Variant:
+        """The training step on ``batch`` samples."""
+        if batch not in self.steps:
+            imported = self.traceable().training(batch)
+            runs = without_synchronisation(refit(self._lowered, imported.graph), self._by_recipe)
+            self.steps[batch] = Variant(
+                imported, runs, self._stored, self._feed, batch, self._context, self._timeout_s, self._fuse
+            )
+        return self.steps[batch]
+
+    def forward(self, named: Mapping[str, Tensor], batch: int, evaluating: bool, everything: bool) -> Any:
+        """What the model returns for ``batch`` samples (``Parallel.forward``)."""
+        key = batch, evaluating, everything
+        if key not in self._forwards:
+            imported, outputs = self.traceable().forward(batch, evaluating)
+            forward = ForwardPass(
+                imported, self._lowered, self._stored, self._feed, batch, KernelContext(device=self._stored.device),
+                self._timeout_s, self._fuse, everything,
+            )  # fmt: skip
+            self._forwards[key] = forward, outputs
+        forward, outputs = self._forwards[key]
+        with torch.no_grad():
+            return outputs.nested(forward.run(named, self._context.seed, self._context.step))
 
 
 def _rows_of_output(graph: OperatorGraph, name: str, feed: Feed) -> int:

@@ -7,16 +7,11 @@ budget in seconds alone, it also says when to polish the best plan.
 
 from __future__ import annotations
 
-import gc
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from math import inf, nextafter
-from typing import Final
 
 from flexsearch import children, compiled  # in this form, or every change here would compile everything anew
 from flexsearch.cost import Costs
@@ -27,24 +22,22 @@ from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT, MAX_SEED
 from flexsearch.search.budget import Budget, cores
-from flexsearch.search.canonical import simplify
 from flexsearch.search.climb import Climb, Climbed, Climber
-from flexsearch.search.climbs import ClimbSchedule, Plan, Start
-from flexsearch.search.constants import ENOUGH, REBUCKET, ROUNDS, SAMPLES_AT, SAMPLES_FROM, SIMPLER, SIMPLIFYING, WINDOW
+from flexsearch.search.climbs import ClimbSchedule, Plan
+from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
-from flexsearch.search.folded import folded_starts
-from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster
+from flexsearch.search.garbage import rare_collections
+from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster, runners_up
 from flexsearch.search.pins import parse_pins
-from flexsearch.search.polish import Taken
+from flexsearch.search.simpler import simpler
 from flexsearch.search.space import Rule
+from flexsearch.search.starts import GIVEN, in_order
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
-
-GIVEN: Final = "the given plan"
 
 
 def search(
@@ -83,12 +76,7 @@ def search(
     if not 0 <= seed < MAX_SEED:
         raise StrategyError(f"seed {seed} is not between 0 and 2^64 - 1")
     if start is not None:
-        start.check_supported(graph, topology)
-        if start.options.precision != (options or Options()).precision:
-            raise StrategyError(
-                f"the strategy to start from is in precision {start.options.precision}, and the search is not",
-                "Search with the options of that strategy.",
-            )
+        _check_start(start, graph, topology, options or Options())
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule
     processes = cores() if processes is None else processes
     if processes > 1 and compiled.compiles_for_all() and not compiled.is_warm():
@@ -112,16 +100,13 @@ def search(
         return run.result(reason, margin, tuple(pins))
 
 
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Looks for reference cycles only rarely: the caches hold millions of tuples, there are hardly any cycles, and
-    walking over them all the time takes half of a search; over each million once still takes 0.4 to 0.8 s."""
-    before = gc.get_threshold()
-    gc.set_threshold(10_000_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+def _check_start(start: Strategy, graph: OperatorGraph, topology: Topology, options: Options) -> None:
+    start.check_supported(graph, topology)
+    if start.options.precision != options.precision:
+        raise StrategyError(
+            f"the strategy to start from is in precision {start.options.precision}, and the search is not",
+            "Search with the options of that strategy.",
+        )
 
 
 class _Stop(Exception):
@@ -241,22 +226,7 @@ class _Run:
         """Climb until the budget ends it; why it ended. First from the best start: short budgets go there."""
         if len(self.topology.devices) < 2:
             return "there is only one device: nothing to search"
-        first = sorted(self.starts.items(), key=lambda item: item[0] not in (self.found_in, "data-parallel"))
-        first.sort(key=lambda item: item[0] != self.found_in)
-        distinct: dict[Configs, str] = {}
-        for name, state in first:
-            if not self.before.climbs or name in (GIVEN, self.found_in):  # else the search before climbed from it
-                distinct.setdefault(state.configs, name)
-        whole = [Start(name, configs, self.starts[name].evaluation) for configs, name in distinct.items()]
-        folds, folded = folded_starts(self.climber, whole) if self.rule is None else ((), [])
-        order = sorted(folded, key=lambda start: start.rank)
-        if folded and whole and whole[0].rank < order[0].rank:
-            order.insert(0, whole.pop(0))
-        order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
-        parallel, many = self.starts["data-parallel"], len(self.topology.devices) >= SAMPLES_FROM
-        if many and self.rule is None and parallel.configs in distinct:
-            start = Start("data-parallel, samples only", parallel.configs, parallel.evaluation, samples=True)
-            order.insert(SAMPLES_AT, start)
+        folds, order = in_order(self.climber, self.starts, self.found_in, self.rule, bool(self.before.climbs))
         self._schedule = ClimbSchedule(
             order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
         )
@@ -343,41 +313,6 @@ class _Run:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
         return Strategy.make(self.graph, self.topology, named, options)
 
-    def _make_simpler(self, baseline: Evaluation) -> None:
-        """Put a simpler plan in the place of the best one, if it is hardly slower and still faster than the best
-        baseline. Where the best one is locally optimal, the simpler one is too, but for gains of less than it may
-        cost: a single change that gains more is taken, and the result simplified again."""
-        limit, seconds = nextafter(baseline.cost, 0.0) if baseline.feasible else inf, self.budget.seconds
-        end = inf if seconds is None else time.monotonic() + SIMPLIFYING * seconds
-        polished = self.best.optimal
-
-        def late() -> bool:
-            return time.monotonic() > end
-
-        for _ in range(ROUNDS):
-            configs = simplify(self.climber.space, self.best.configs, self.evaluate, limit=limit, stop=late)
-            if configs == self.best.configs:
-                return
-            self.best = Plan(configs, self.evaluate(configs))
-            if not polished or not self._polish_simpler(late):
-                return
-
-    def _polish_simpler(self, late: Callable[[], bool]) -> bool:
-        """Take single changes that gain more than simplifying may cost; whether there were any. If all were tried, the
-        plan is locally optimal in that sense."""
-
-        def look(_: int, taken: Taken | None) -> None:
-            if taken is not None:
-                self.best = Plan(taken.configs, taken.evaluation)
-            if late():
-                raise _Stop("")
-
-        before, ended = self.best.configs, False
-        with suppress(_Stop):
-            ended = self.climber.polish.descend(before, self.best.evaluation, sys.maxsize, False, look, SIMPLER)
-        self.best = Plan(self.best.configs, self.evaluate(self.best.configs), ended)
-        return self.best.configs != before
-
     def _rebucket(self) -> None:
         """Give the best plan the bucket size that suits it best, as every baseline has its own."""
         configs, before = self.best.configs, self.best.evaluation
@@ -396,7 +331,9 @@ class _Run:
         name = best_name if best_name in same else next(iter(same), "")
         aside = None
         if not name:
-            self._make_simpler(baseline.evaluation)
+            limit = nextafter(baseline.evaluation.cost, 0.0) if baseline.evaluation.feasible else inf
+            end = inf if self.budget.seconds is None else time.monotonic() + SIMPLIFYING * self.budget.seconds
+            self.best = simpler(self.climber, self.best, limit, end)
             self._rebucket()
             simulation = self._simulation()
             feasible = baseline.evaluation.feasible
@@ -420,22 +357,12 @@ class _Run:
             self._simulated = configs, options, simulate(self.evaluate.lower(configs))
         return self._simulated[2]
 
-    def _runners_up(self) -> tuple[Tuned, ...]:
-        """What climbs ended with and fits, the best first. Plans that take the same time are mostly one plan on devices
-        that are alike: of each such the first, and none that takes as long as a baseline."""
-        seen = {plan.evaluation.time_s for plan in self.tuned.values()}
-        plans = []
-        for climbed in sorted(self.climbs, key=lambda climbed: by_rank(climbed.evaluation)):
-            if climbed.evaluation.feasible and climbed.evaluation.time_s not in seen:
-                seen.add(climbed.evaluation.time_s)
-                plans.append(Tuned(climbed.configs, self.options, climbed.evaluation))
-        return tuple(plans)
-
     def result(self, reason: str, margin: float | None, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
         self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
-        runners_up, (name, aside) = self._runners_up(), self._choose(margin)
+        others = runners_up(self.climbs, self.options, (plan.evaluation.time_s for plan in self.tuned.values()))
+        name, aside = self._choose(margin)
         simulation = self.outcomes[name].simulation if name else self._simulation()
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
@@ -453,7 +380,7 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside, runners_up, len(self.climber.space.parts), self._alternatives(),
+            reason, name, aside, others, len(self.climber.space.parts), self._alternatives(),
         )  # fmt: skip
 
     def _alternatives(self) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 from flexsearch.cost.uncertainty import Estimate
+from flexsearch.search.climb import Climbed
+from flexsearch.search.evaluate import by_rank
 from flexsearch.search.tuning import Tuned
 from flexsearch.simulate import Simulation
-from flexsearch.strategy import Prediction, Strategy
+from flexsearch.strategy import Options, Prediction, Strategy
 
 
 class Timed(Protocol):
@@ -136,3 +138,14 @@ class SearchResult:
         """What the simulator says of the best plan."""
         assert self.strategy.prediction is not None
         return self.strategy.prediction
+
+
+def runners_up(climbs: Iterable[Climbed], options: Options, taken: Iterable[float]) -> tuple[Tuned, ...]:
+    """What climbs ended with and fits, the best first. Plans that take the same time are mostly one plan on devices
+    that are alike: of each such the first, and none that takes a time in ``taken`` (s), as a baseline does."""
+    seen, plans = set(taken), []
+    for climbed in sorted(climbs, key=lambda climbed: by_rank(climbed.evaluation)):
+        if climbed.evaluation.feasible and climbed.evaluation.time_s not in seen:
+            seen.add(climbed.evaluation.time_s)
+            plans.append(Tuned(climbed.configs, options, climbed.evaluation))
+    return tuple(plans)

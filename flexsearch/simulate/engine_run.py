@@ -86,8 +86,8 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     clock, computed = devices.clock[d], np.int64(0)
     if clock >= horizon:
         return
-    action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
-    done, window = np.uint64(devices.step[d]), ONE << state.window[0]
+    action, block, done = np.uint64(devices.action[d]), np.uint64(devices.block[d]), np.uint64(devices.step[d])
+    window = ONE << state.window[0]
     state.kept.new_touched[block] |= window
     plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
     ends, followed = np.uint64(schedule.block_last[action]), d == state.reference[0]
@@ -111,10 +111,7 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
                 if devices.status[d] != RUNNING:
                     break
             else:
-                identity = identity_of(
-                    state, np.uint64(schedule.microbatch[action]), np.uint64(segments.step_block[step]), COMMUNICATION,
-                    np.uint64(segments.step_row[step]),
-                )  # fmt: skip
+                identity = _communicated(state, segments, action, step)
                 if kind == WAIT:
                     end = _end_of(state, place_of(state, identity))
                     if end < 0:
@@ -139,13 +136,25 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
             break
         ends = np.uint64(schedule.block_last[action])
     devices.block[d], devices.step[d], devices.clock[d] = block, done, clock
-    if hosted:
-        devices.host[d] = host
-        devices.slack[d] = min(devices.slack[d], slack)
-        state.fold.slack[d] = min(state.fold.slack[d], slack)
     state.computed[d] += computed
-    if clock > state.latest[0]:
-        state.latest[0] = clock
+    if hosted:
+        _put_host(state, d, host, slack)
+    state.latest[0] = max(state.latest[0], clock)
+
+
+@inlined
+def _communicated(state: State, segments: Segments, action: Any, step: Any) -> Any:
+    """The communication that a step of an action starts or waits for."""
+    microbatch, block = np.uint64(state.schedule.microbatch[action]), np.uint64(segments.step_block[step])
+    return identity_of(state, microbatch, block, COMMUNICATION, np.uint64(segments.step_row[step]))
+
+
+@inlined
+def _put_host(state: State, d: Any, host: Any, slack: Any) -> None:
+    """Where the host of a device is now, and how far it was at least ahead."""
+    state.devices.host[d] = host
+    state.devices.slack[d] = min(state.devices.slack[d], slack)
+    state.fold.slack[d] = min(state.fold.slack[d], slack)
 
 
 @lean

@@ -112,9 +112,6 @@ def make_units(
     weights = {t.name: k for k, t in enumerate(graph.of_kind("parameter"))}
     at_hand = {t.name: k for k, t in enumerate(graph.of_kind("input", "buffer", "constant"))}
     views = Rows([activations[name] for name in names if name in activations] for names in members)
-    place = np.zeros(len(activations), np.uint32)
-    for first, last in zip(views.first, views.last, strict=True):
-        place[views.all[first:last]] = np.arange(last - first)
     kept, released = kept_weights(graph), released_weights(graph)
     pairs = list(zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True))
     slot, alone = {pair: k for k, pair in enumerate(pairs)}, _only_gradients(graph, kept)
@@ -125,57 +122,81 @@ def make_units(
     def keeps(pair: tuple[int, int]) -> np.uint8:
         return NOT_KEPT if pair not in kept else IN_FIRST_HALF if pair in released else IN_BOTH_HALVES
 
-    def flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
-        return np.array([bool(value) for value in values], np.uint8)
-
-    def sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
-        return np.array(list(values), np.int64)
-
-    rows = rows_per_sample(graph)
-    shifts = {name: shift * rows.get(name, 0) for name in at_hand}
-    lengths = {name: (graph.tensor[name].shape or (1,))[0] for name in at_hand}
     tensors = activations | weights | at_hand
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
-    trained = table.bucket != NOTHING
-    columns = (table.started_by, table.finished_by, table.added_by)
-    once, each = ([np.full(len(weights), last, np.uint32) for _ in columns] for _ in range(2))
-    for buckets, into in ((table.bucket, once), (table.each, each)):
-        for blocks, column in zip(into, columns, strict=True):
-            blocks[trained] = column[buckets[trained]]
-    _carry_over(table, each[2])
+    once, each = _synchronised(table, last)
+    shifts, nbytes = _fed(graph, at_hand, shift)
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([tensors[name] for name in roots], np.uint32),
-        activation_first=views.first, activation_last=views.last, activation=views.all, place=place,
-        itemsize=sizes(graph.tensor[name].itemsize for name in activations),
+        activation_first=views.first, activation_last=views.last, activation=views.all,
+        place=_places(views),
+        itemsize=_sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
-        saves_inputs=flags(r.inputs for r in rules), saves_outputs=flags(r.outputs for r in rules),
-        backward=flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
+        saves_inputs=_flags(r.inputs for r in rules), saves_outputs=_flags(r.outputs for r in rules),
+        backward=_flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
         only_gradient=np.array([NOTHING if (p := alone.get(pair)) is None else slot[p] for pair in pairs], np.uint32),
         output_gradient=_of_outputs(graph, slot, alone),
-        is_view=flags(r.alias for r in rules), extra=sizes(r.extra for r in rules),
-        halves=sizes(r.halves for r in rules), weight_itemsize=sizes(graph.tensor[name].itemsize for name in weights),
+        is_view=_flags(r.alias for r in rules), extra=_sizes(r.extra for r in rules),
+        halves=_sizes(r.halves for r in rules), weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
-        at_hand_itemsize=sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_shift=sizes(shifts.values()),
-        at_hand_bytes=sizes(graph.tensor[n].nbytes * (lengths[n] + shifts[n]) // lengths[n] for n in at_hand),
-        part=np.array(parts, np.uint8),
-        state_bytes=sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
-        several=flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
+        at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
+        at_hand_shift=shifts, at_hand_bytes=nbytes, part=np.array(parts, np.uint8),
+        state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
+        several=_flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
-        forward_block=table.forward_of,
-        backward_block=backward,
+        forward_block=table.forward_of, backward_block=backward,
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
-        unpack_block=unpack, unpack_again_block=unpack_again,
-        ready=_ready(table.kind),
+        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table.kind),
     )  # fmt: skip
+
+
+def _flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
+    """Whether each is true."""
+    return np.array([bool(value) for value in values], np.uint8)
+
+
+def _sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:
+    """An array of them."""
+    return np.array(list(values), np.int64)
+
+
+def _places(views: Rows) -> Numbers:
+    """``Units.place``."""
+    place = np.zeros(len(views.all), np.uint32)
+    for first, last in zip(views.first, views.last, strict=True):
+        place[views.all[first:last]] = np.arange(last - first)
+    return place
+
+
+def _fed(graph: OperatorGraph, names: Iterable[str], shift: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """``Units.at_hand_shift`` and ``at_hand_bytes``."""
+    rows, shifts, nbytes = rows_per_sample(graph), [], []
+    for tensor in map(graph.tensor.__getitem__, names):
+        length = (tensor.shape or (1,))[0]
+        shifts.append(shift * rows.get(tensor.name, 0))
+        nbytes.append(tensor.nbytes * (length + shifts[-1]) // length)
+    return _sizes(shifts), _sizes(nbytes)
+
+
+def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Numbers]]:
+    """Blocks that begin, end and add the synchronisation of each weight: what is sent once, and for each microbatch;
+    the ``last`` one where nothing is."""
+    trained = table.bucket != NOTHING
+    columns = (table.started_by, table.finished_by, table.added_by)
+    once, each = ([np.full(len(trained), last, np.uint32) for _ in columns] for _ in range(2))
+    for buckets, into in ((table.bucket, once), (table.each, each)):
+        for blocks, column in zip(into, columns, strict=True):
+            blocks[trained] = column[buckets[trained]]
+    _carry_over(table, each[2])
+    return once, each
 
 
 def _carry_over(table: BlockTable, added: Numbers) -> None:

@@ -1,4 +1,4 @@
-"""The strategy file: ``flexsearch.strategy/2``, and ``/1``, which is still read. Plain data, read by ``model``.
+"""The strategy file: ``flexsearch.strategy/2``, and ``/1``, which is still read. Plain data (see ``contents``).
 
 What is as in the plain case is left out: one stage on all devices in their order, one microbatch, an operator on every
 position of its mesh, weights kept whole.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from flexsearch.errors import FileFormatError, StrategyError, TopologyError
 from flexsearch.files import content_hash, printable, save
@@ -14,18 +14,17 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.resize import options_for
 from flexsearch.graph.weight_gradients import owner_of, weight_gradient_of, with_weight_gradients
 from flexsearch.quantities import MAX_BYTES, MAX_PIECES
-from flexsearch.strategy.config import OperatorConfig, States, check_config
-from flexsearch.strategy.files import (
-    ConfigFile,
-    OperatorRange,
-    SplitFile,
-    StageFile,
-    StatesName,
-    StrategyFile,
-    StrategyV1,
-    SynchronisationFile,
-    read_strategy,
+from flexsearch.strategy.config import OperatorConfig, check_config
+from flexsearch.strategy.contents import (
+    config_files,
+    configs_of,
+    from_v1,
+    options_of,
+    stage_files,
+    stages_of,
+    synchronisation_file,
 )
+from flexsearch.strategy.files import StrategyFile, StrategyV1, read_strategy
 from flexsearch.strategy.records import (
     GraphReference,
     Input,
@@ -37,12 +36,8 @@ from flexsearch.strategy.records import (
     check_recompute,
 )
 from flexsearch.strategy.schedule import check_schedule, ranks_of
-from flexsearch.strategy.stage import ScheduleKind, Stage, by_axes, check_batch, check_stages, is_whole, whole
+from flexsearch.strategy.stage import ScheduleKind, Stage, check_batch, check_stages, is_whole, whole
 from flexsearch.topology import Topology
-
-_STATES: Final[dict[States, StatesName]] = {
-    States.OPTIMIZER: "optimizer", States.GRADIENTS: "gradients", States.WEIGHTS: "weights"
-}  # fmt: skip
 
 
 class Strategy:
@@ -235,46 +230,15 @@ class Strategy:
             precision=None if self.options.precision == "as-is" else self.options.precision,
             recompute=None if self.options.recompute == "none" else self.options.recompute,
             recompute_blocks=self.options.recompute_blocks,
-            synchronisation=SynchronisationFile(
-                bucket_bytes=self.options.bucket_bytes,
-                prefetch=None if self.options.prefetch == Options().prefetch else self.options.prefetch,
-                reshard_after_forward=self.options.reshard_after_forward or None,
-                recipes=self.options.recipes or None,
-            ),
-            stages=None if plain else tuple(self._stage_file(stage) for stage in self.stages),
+            synchronisation=synchronisation_file(self.options),
+            stages=None if plain else stage_files(self.stages, self.configs),
             schedule=None if plain and self.microbatches == 1 else "auto" if self.orders else self.schedule,
             orders=self.orders or None,
             microbatches=None if self.microbatches == 1 else self.microbatches,
-            operators={
-                name: _config_file(self.configs[name], stage.positions, self.configs.get(weight_gradient_of(name)))
-                for name, stage in self._stage_of().items()
-            },
+            operators=config_files(self.stages, self.configs),
             prediction=self.prediction,
             measurement=self.measurement,
             search=self.search,
-        )
-
-    def _stage_of(self) -> dict[str, Stage]:
-        """Operator of the file -> its stage, in the order of the configs."""
-        stage_of = {name: stage for stage in self.stages for name in stage.operators}
-        return {name: stage_of[name] for name in self._names()}
-
-    def _names(self) -> list[str]:
-        """Operators of the file: what belongs to another one is in its entry."""
-        return [name for name in self.configs if owner_of(name) not in self.configs]
-
-    def _stage_file(self, stage: Stage) -> StageFile:
-        names = self._names()
-        own = tuple(name for name in stage.operators if owner_of(name) not in self.configs)
-        operators: tuple[str, ...] | None = own
-        span: OperatorRange | None = None
-        first = names.index(own[0]) if own else 0
-        if len(self.stages) == 1:
-            operators = None
-        elif len(own) > 1 and tuple(names[first : first + len(own)]) == own:
-            operators, span = None, OperatorRange(first=own[0], last=own[-1])
-        return StageFile(
-            operators=operators, range=span, mesh=stage.mesh, replicas=None if stage.replicas == 1 else stage.replicas
         )
 
     @classmethod
@@ -282,30 +246,12 @@ class Strategy:
         """The strategy that a file holds; ``check`` it against a graph and a topology before use. Raises StrategyError
         for stages and positions that contradict each other."""
         if isinstance(file, StrategyV1):
-            return _from_v1(file)
-        names = tuple(file.operators)
-        stages = _stages(file, names) if file.stages is not None else whole(names, file.cluster)
-        stage_of = {name: stage for stage in stages for name in stage.operators}
-        configs = {}
-        for name, config in file.operators.items():
-            if name not in stage_of:
-                raise StrategyError(f"stages: operator {name!r} is in no stage", "Add it to one.")
-            configs[name] = _config(name, config, stage_of[name].positions)
-            if (split := config.weight_gradient) is not None:
-                own = _config(f"{name}.weight_gradient", ConfigFile(**split.model_dump()), stage_of[name].positions)
-                configs[weight_gradient_of(name)] = own
-        options = Options(
-            bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
-            precision=file.precision or "as-is", recompute=file.recompute or "none",
-            recompute_blocks=file.recompute_blocks,
-            reshard_after_forward=file.synchronisation.reshard_after_forward or False,
-            recipes=file.synchronisation.recipes or (),
-        )  # fmt: skip
-        if (prefetch := file.synchronisation.prefetch) is not None:
-            options = options.model_copy(update={"prefetch": prefetch})
+            configs, options, search = from_v1(file)
+            return cls(file.graph, file.inputs, file.cluster, configs, options, file.prediction, search)
+        stages = stages_of(file)
         return cls(
-            file.graph, file.inputs, file.cluster, configs, options, file.prediction, file.search, stages=stages,
-            microbatches=file.microbatches or 1,
+            file.graph, file.inputs, file.cluster, configs_of(file, stages), options_of(file), file.prediction,
+            file.search, stages=stages, microbatches=file.microbatches or 1,
             schedule="zero-bubble" if file.schedule == "auto" else file.schedule or "1f1b", orders=file.orders or (),
             measurement=file.measurement,
         )  # fmt: skip
@@ -372,84 +318,3 @@ def _with_pairs(stages: Sequence[Stage], configs: Mapping[str, OperatorConfig]) 
         )
         for stage in stages
     )
-
-
-def _config_file(config: OperatorConfig, mesh: tuple[int, ...], weights: OperatorConfig | None = None) -> ConfigFile:
-    """``weights``: the config of what makes the gradients of its weights, if that has one."""
-    place = {device: position for position, device in enumerate(mesh)}
-    positions = tuple(place[device] for device in config.devices)
-    return ConfigFile(
-        degrees=dict(config.degrees) or None,
-        shares=dict(config.shares) or None,
-        positions=None if positions == tuple(range(len(mesh))) else positions,
-        weight_gradient=None
-        if weights is None
-        else SplitFile(**_config_file(weights, mesh).model_dump(include=set(SplitFile.model_fields))),
-        replicas=None if config.replicas == 1 else config.replicas,
-        states=_STATES.get(config.states),
-        sharded_over=config.sharded_over or None,
-    )
-
-
-def _config(name: str, file: ConfigFile, mesh: tuple[int, ...]) -> OperatorConfig:
-    """The config of a file, with devices in place of positions."""
-    positions = file.positions if file.positions is not None else tuple(range(len(mesh)))
-    for position in positions:
-        if position >= len(mesh):
-            raise StrategyError(
-                f"operators.{name}.positions names position {position}; the mesh of its stage has {len(mesh)}",
-                f"Give positions from 0 to {len(mesh) - 1}.",
-            )
-    devices = tuple(mesh[position] for position in positions)
-    degrees, shares = tuple((file.degrees or {}).items()), tuple((file.shares or {}).items())
-    states = States.WEIGHTS if file.states == "sharded" else States[(file.states or "whole").upper()]
-    return OperatorConfig(degrees, devices, file.replicas or 1, states, shares, file.sharded_over or 0)
-
-
-def _stages(file: StrategyFile, names: tuple[str, ...]) -> tuple[Stage, ...]:
-    """The stages of a file."""
-    place = {name: k for k, name in enumerate(names)}
-    stages = []
-    for number, stage in enumerate(file.stages or ()):
-        operators = stage.operators if stage.operators is not None else names
-        if stage.range is not None:
-            ends = stage.range.first, stage.range.last
-            for name in ends:
-                if name not in place:
-                    raise StrategyError(
-                        f"stages.{number}.range names {name!r}, which is not among the operators of the file",
-                        "Name two of them.",
-                    )
-            operators = names[place[ends[0]] : place[ends[1]] + 1]
-        if stage.axes is not None:
-            mesh = by_axes(file.cluster, stage.axes)
-        else:
-            mesh = stage.mesh if stage.mesh is not None else tuple(range(len(file.cluster.devices)))
-        replicas = stage.replicas or 1
-        if len(mesh) % replicas:
-            raise StrategyError(
-                f"stages.{number}.replicas is {replicas}, which does not divide its mesh of {len(mesh)} devices",
-                "Give a number of replicas that does.",
-            )
-        stages.append(Stage(operators, mesh, replicas))
-    return tuple(stages)
-
-
-def _from_v1(file: StrategyV1) -> Strategy:
-    configs = {
-        name: OperatorConfig(
-            tuple(config.degrees.items()),
-            config.devices,
-            config.replicas,
-            States.WEIGHTS if config.shard_weights else States.WHOLE,
-        )
-        for name, config in file.operators.items()
-    }
-    options = Options(bucket_bytes=file.options.bucket_bytes, optimizer=file.options.optimizer)
-    search: Search | None = None
-    if (old := file.search) is not None:
-        search = Search(
-            seed=old.seed, proposals=old.proposals, climbs=old.climbs, start=old.start, pins=old.pins,
-            locally_optimal=old.optimal, bound_s=old.bound_s,
-        )  # fmt: skip
-    return Strategy(file.graph, file.inputs, file.cluster, configs, options, file.prediction, search)
