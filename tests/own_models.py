@@ -163,7 +163,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class Translator(nn.Module):
-    """Encoder and decoder of PyTorch's own, each with a mask that is made in the forward pass."""
+    """Encoder and decoder of PyTorch's own, each with a mask that is made in the forward pass. The batch has one that
+    nobody reads."""
 
     def __init__(self, drop: float) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ class Translator(nn.Module):
         self.body = nn.Transformer(8, 2, 1, 1, 12, drop, batch_first=True)
         self.head = nn.Linear(8, 13)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, unread: Tensor) -> Tensor:
         mask = self.body.generate_square_subsequent_mask(target.shape[1], dtype=self.head.weight.dtype)
         window = torch.ones(source.shape[1], source.shape[1]).triu(3).bool()
         return self.head(self.body(self.embed(source), self.embed(target), src_mask=window, tgt_mask=mask))
@@ -179,6 +180,7 @@ class Translator(nn.Module):
 
 def _translator(drop: float) -> Training:
     batch = {"source": torch.randint(13, (BATCH, 6)), "target": torch.randint(13, (BATCH, 5))}
+    batch["unread"] = torch.ones_like(batch["source"])
     return Training(
         Translator(drop), batch, lambda output, targets: F.cross_entropy(output.transpose(1, 2), targets),
         torch.randint(13, (BATCH, 5)),

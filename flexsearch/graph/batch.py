@@ -77,9 +77,11 @@ def _copied(model: M, changes: dict[str, Any]) -> M:
 
 def rows_per_sample(graph: OperatorGraph) -> dict[str, int]:
     """Rows of each input that one sample has: 1, or more of what comes flattened (targets of batch * sequence). Inputs
-    that do not run over the batch (masks, tables) are missing."""
+    that do not run over the batch (masks, tables) are missing. One that nobody reads does if it is as long."""
     rows = {}
     for tensor in graph.of_kind("input"):
+        if tensor.shape and tensor.shape[0] == graph.batch and not graph.consumers[tensor.name]:
+            rows[tensor.name] = 1
         for consumer, position in graph.consumers[tensor.name] if tensor.shape else ():
             op = graph.operators[consumer]
             axes = op.access.inputs[position].dimensions[0].axes
