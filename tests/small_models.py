@@ -329,3 +329,16 @@ NAMES = (
     "mlp", "mlp_mse", "convolutions", "ghosts", "images", "sequence1d", "decoder", "recurrent", "towers", "lookups",
     "translation", "statistics", "rotary", "experts",
 )  # fmt: skip
+
+
+class Checked(nn.Module):
+    """Asserts something of the values that it is given (here: pytest rewrites assertions in tests)."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.layer, self.used = nn.Linear(4, 3), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = (x > 0).sum(1).max().item()
+        assert largest <= 4
+        return self.layer(x) * (largest if self.used else 1)

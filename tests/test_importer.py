@@ -23,7 +23,7 @@ from flexsearch.graph.ops import KernelContext, OperatorKind, build_kernel, regi
 from flexsearch.graph.ops.base import TRACES
 from flexsearch.graph.shipped import SHIPPED, make
 from tests.ranks import pool
-from tests.small_models import Dropped
+from tests.small_models import Checked, Dropped
 
 
 class Fn(nn.Module):
@@ -931,3 +931,11 @@ def test_weight_norm_is_arithmetic_on_weights(dim: int | None) -> None:
     model = nn.utils.parametrizations.weight_norm(layer, dim=dim)
     graph = check_same(model, (randn(4, 6, 8),), lambda y: y.pow(2).sum())
     assert "sum" in [op.kind for op in graph.operators]
+
+
+def test_assertions_about_values_are_left_out_and_other_uses_of_values_refused() -> None:
+    example = (torch.ones(2, 4),)
+    graph = import_model(Checked(False), example, lambda y: y.sum())
+    assert "linear" in {op.kind for op in graph.operators}
+    with pytest.raises(ImportModelError, match="makes a number of a tensor's value"):
+        import_model(Checked(True), example, lambda y: y.sum())

@@ -42,6 +42,13 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, g
 _Origin = tuple[str, tuple[str, str], tuple[tuple[Shape, str], ...]]
 
 
+def _only_checked(node: torch.fx.Node) -> bool:
+    """Whether a number or truth value that depends on values serves assertions alone, which plans do not make."""
+    if not isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+        return False
+    return all("_assert" in str(user.target) or _only_checked(user) for user in node.users)
+
+
 def _origin(node: torch.fx.Node) -> _Origin:
     """Path of the module that called a torch operator, the line and library, and what the operator returns."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -206,10 +213,18 @@ class Walk:
             return args[0][args[1]]
         if isinstance(node.meta["val"], int):  # arithmetic on sizes
             return node.meta["val"]
+        if _only_checked(node):
+            return None
         if not isinstance(target, torch._ops.OpOverload):
             raise b.error(
                 "is a higher-order operator of torch, which has no place in a static graph",
                 outside="turn off what calls it, gradient checkpointing for example, before importing.",
+            )
+        if target._schema.name in ("aten::item", "aten::_local_scalar_dense"):
+            raise b.error(
+                "makes a number of a tensor's value, and another operator reads it; graphs are static",
+                "Keep it a tensor: compute with x.max(), not with x.max().item().",
+                outside="choose another implementation in the model's configuration.",
             )
         if target._schema.name.startswith("aten::_assert") or not b.results:
             return None
