@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -360,11 +361,12 @@ def test_a_group_runs_without_anything_between_and_goes_back_one_after_the_other
 
 def test_groups_hold_what_a_cache_holds_and_at_least_one_piece() -> None:
     runs = runs_of(small_net(), Bench("cpu"))
+    case_of = attrgetter("case")
     sizes = [run.case.costed.forward(run.case.extents).nbytes for run in runs]
-    assert [list(group) for group in grouped(runs, sum(sizes))] == [runs]
-    assert [len(group) for group in grouped(runs, 0.0)] == [1] * len(runs)
+    assert [list(group) for group in grouped(runs, sum(sizes), case_of)] == [runs]
+    assert [len(group) for group in grouped(runs, 0.0, case_of)] == [1] * len(runs)
     limit = max(a + b for a, b in pairwise(sizes))
-    for group in grouped(runs, limit):
+    for group in grouped(runs, limit, case_of):
         assert len(group) == 1 or sum(run.case.costed.forward(run.case.extents).nbytes for run in group) <= limit
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from flexsearch.saved import aside
 
 FIRST_S = 2.0
 """The first sweep of an entry counts only if it takes longer."""
+T = TypeVar("T")
 Times = tuple[float, float]
 """Seconds of forward and backward tasks."""
 BLOCK = 1 << 14
@@ -294,17 +295,18 @@ def _between(clock: Clock, start: Any, end: Any) -> float:
     return 0.0 if start is None or end is None else clock.between(start, end)
 
 
-def grouped(runs: Sequence[Run], nbytes: float) -> Iterator[list[Run]]:
-    """Runs side by side that read and write at most so many bytes together, or one that does more."""
-    group: list[Run] = []
-    held = 0.0
-    for run in runs:
-        size = run.case.costed.forward(run.case.extents).nbytes
-        if group and held + size > nbytes:
+def grouped(items: Sequence[T], nbytes: float, case_of: Callable[[T], Case]) -> Iterator[list[T]]:
+    """Items side by side whose cases read and write at most so many bytes together, or one that does more."""
+    group: list[T] = []
+    total = 0.0
+    for item in items:
+        case = case_of(item)
+        size = case.costed.forward(case.extents).nbytes
+        if group and total + size > nbytes:
             yield group
-            group, held = [], 0.0
-        group.append(run)
-        held += size
+            group, total = [], 0.0
+        group.append(item)
+        total += size
     if group:
         yield group
 
@@ -363,5 +365,5 @@ def _differentiate(group: Sequence[Run], *, activations: bool = True, weights: b
             )
         )
     for run, wanted in asked:
-        made = [(weight, next(computed)) for weight, _ in wanted]
-        run.gradients = [gradient for weight, gradient in made if weight]
+        gradients = [(weight, next(computed)) for weight, _ in wanted]
+        run.gradients = [gradient for weight, gradient in gradients if weight]

@@ -155,7 +155,8 @@ class Bench:
     def _batches(self, runs: Sequence[Run], nbytes: float) -> list[list[list[Run]]]:
         """The runs in groups of up to ``nbytes`` of operands and results; these in batches for ``_ahead``."""
         size = AHEAD if self.queued else len(runs)
-        return [list(grouped(runs[k : k + size], nbytes)) for k in range(0, len(runs), size)]
+        batches = (runs[k : k + size] for k in range(0, len(runs), size))
+        return [list(grouped(batch, nbytes, lambda run: run.case)) for batch in batches]
 
     def _ahead(self, batches: Sequence[Sequence[list[Run]]]) -> Iterator[list[Run]]:
         """The groups. A device that computes what its host launches is held back for each batch of them until it is
@@ -174,15 +175,6 @@ class Bench:
 
 
 def parts(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Runs of consecutive cases that hold a limited amount of memory until their backward passes."""
-    part: list[Case] = []
-    held = 0.0
-    for case in cases:
-        size = 2 * case.costed.forward(case.extents).nbytes
-        if part and held + size > HELD_BYTES:
-            yield part
-            part, held = [], 0.0
-        part.append(case)
-        held += size
-    if part:
-        yield part
+    """Runs of consecutive cases that hold a limited amount of memory until their backward passes, which make as much as
+    the forward passes."""
+    return grouped(cases, HELD_BYTES / 2, lambda case: case)

@@ -76,17 +76,18 @@ def _small(state: State) -> State:
 
 def _next_blocks(schedule: Schedule, blocks: int) -> npt.NDArray[np.uint32]:
     """``Account.next_block``. What every microbatch receives is there from a block on that runs for each of them."""
-    found = np.zeros((len(schedule.action_first), blocks), np.uint32)
+    next_block = np.zeros((len(schedule.action_first), blocks), np.uint32)
     each = (schedule.once == 0) & (schedule.last == 0)
     for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
         runs = np.zeros(blocks, bool)
         for begin, end in zip(schedule.block_first[first:last], schedule.block_last[first:last], strict=True):
             runs[begin:end] = True
-        for among, own in ((runs | ~each, runs), (each & ~runs, runs & each)):
+        repeated = runs & each if (runs & each).any() else runs
+        for among, own in ((runs | ~each, runs), (each & ~runs, repeated)):
             numbers, where = np.flatnonzero(among), np.flatnonzero(own)
             if len(where):
-                found[group, numbers] = where[np.minimum(np.searchsorted(where, numbers), len(where) - 1)]
-    return found
+                next_block[group, numbers] = where[np.minimum(np.searchsorted(where, numbers), len(where) - 1)]
+    return next_block
 
 
 def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
