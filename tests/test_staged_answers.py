@@ -19,7 +19,8 @@ from flexsearch.errors import StrategyError
 from flexsearch.lower import Lowered
 from flexsearch.lower.schedule import orders_of
 from flexsearch.report import trace as traces
-from flexsearch.report.explain import explanation, explanation_data
+from flexsearch.report.explain import explanation
+from flexsearch.report.explanation_data import explanation_data
 from flexsearch.report.layouts import usage
 from flexsearch.report.trace import chrome_trace, save_simulated
 from flexsearch.search.hybrid import Layout, LayoutSearch

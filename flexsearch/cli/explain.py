@@ -64,7 +64,8 @@ def explain(
     if operator is not None:
         _explain_operator(setting, plan, operator, None if everything else 12, as_json)
         return
-    from flexsearch.report.explain import explanation, explanation_data
+    from flexsearch.report.explain import explanation
+    from flexsearch.report.explanation_data import explanation_data
     from flexsearch.report.uncertainty import estimate_data
     from flexsearch.strategy.pipeline import Pipeline
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from flexsearch.graph.ops import kind_of
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.layouts import SCHEDULES, USES, memory_parts, use_seconds
-from flexsearch.report.path import by_layer, folded, kinds_in_words, path_data, stretches
-from flexsearch.report.reading import reading, reading_data
-from flexsearch.report.recipes import recipe_data
+from flexsearch.report.path import by_layer, folded, kinds_in_words, stretches
+from flexsearch.report.reading import reading
 from flexsearch.report.summary import Group
 from flexsearch.report.tables import PlanRow
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.report.words import device_set, treatment
-from flexsearch.simulate import DeviceTime, Step, by_kind, by_resource, device_times
+from flexsearch.simulate import Step, by_kind, by_resource, device_times
 from flexsearch.simulate.effects import SingleChanges
-from flexsearch.simulate.memory import PARTS as MEMORY_PARTS
 from flexsearch.simulate.usage import count_tasks, stage_seconds
 from flexsearch.simulate.variants import PARTS, Part
 from flexsearch.simulate.whatif import WhatIf
@@ -332,77 +330,3 @@ def _locally(explained: Explanation) -> Iterator[Told]:
         also = ", and what follows it" if one.together else ""
         made.add(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
     yield made
-
-
-# for programs
-
-
-def explanation_data(explained: Explanation) -> dict[str, Any]:
-    """The explanation as a JSON object; times in seconds."""
-    lowered, simulation = explained.row.lowered, explained.row.simulation
-    graph, topology, now = lowered.graph, lowered.topology, simulation.makespan_s
-    on_path = by_resource(lowered.tasks, explained.steps) if explained.steps else {}
-    return reading_data(reading(lowered, now)) | {
-        "iteration_s": now if explained.mean_s is None else explained.mean_s,
-        "recipes": recipe_data(lowered),
-        "devices": [
-            {
-                "name": device.name, **_device_data(time), "peak_bytes": simulation.peak_bytes[d],
-                **{f"{part}_bytes": getattr(simulation.memory[d], part) for part in MEMORY_PARTS},
-            }
-            for d, (device, time) in enumerate(
-                zip(topology.devices, device_times(lowered.rows, simulation.times), strict=True)
-            )
-        ],
-        "critical_path": path_data(lowered, explained.steps) if explained.steps else None,
-        "resources": [
-            {
-                "name": resource.name, "kind": resource.kind, "busy_s": float(simulation.link_busy_s[r]),
-                "moved_bytes": int(simulation.link_bytes[r]), "critical_s": on_path.get(r, 0.0),
-            }
-            for r, resource in enumerate(topology.resources)
-        ],
-        "what_if": [
-            {
-                "change": one.change, "words": one.words, "iteration_s": one.seconds,
-                "shortfall_bytes": one.shortfall, "remark": one.remark,
-            }
-            for one in explained.what_ifs
-        ],
-        "choices": [
-            {"layers": c.group.layers, "treatment": c.group.treatment, "as_data_parallel_s": c.otherwise_s}
-            for c in explained.choices
-        ],
-        "layouts": [
-            {
-                "part": one.part, "now": one.now, "instead": one.instead, "iteration_s": one.seconds,
-                "missing_bytes": one.missing,
-            }
-            for one in explained.layouts
-        ],
-        "stages": [
-            {"stage": s, "forward_s": forward, "backward_s": backward}
-            for s, (forward, backward) in enumerate(stage_seconds(lowered.rows, lowered.stages))
-        ],
-        "single_changes": {
-            "tried": explained.changes.tried,
-            "possible": explained.changes.possible,
-            "improvements": [
-                {
-                    "operator": graph.operators[one.operator].name,
-                    "treatment": treatment(graph, topology, graph.operators[one.operator], one.config),
-                    "iteration_s": one.seconds,
-                    "together": one.together,
-                }
-                for one in explained.changes.improvements
-            ],
-        },
-    }  # fmt: skip
-
-
-def _device_data(time: DeviceTime) -> dict[str, Any]:
-    return {
-        "compute_s": time.compute_s, "communicate_s": time.communicate_s, "host_s": time.host_s,
-        "idle_s": time.idle_s,
-        "moving_s": time.moving_s, "work_s": dict(time.work_s), "exposed_s": dict(time.exposed_s),
-    }  # fmt: skip
