@@ -89,6 +89,28 @@ def test_the_first_round_is_the_whole_graph() -> None:
     assert len(whole) == 4  # the two linear layers are of one form
 
 
+def test_where_time_may_end_splits_of_the_batch_come_first_and_each_piece_has_one_sweep_before_any_has_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = zoo.llama7b(batch=4, seq=8, layers=1, hidden=16, heads=4, ffn=32, vocab=50, device="meta")
+    graph = import_model(made.model, made.inputs, made.loss, targets=made.targets, name="llama")
+    op = next(op for op in graph.operators if op.kind == "linear")
+    (samples,) = op.axes_of("sample")
+    extents = [case.extents for row in plan(graph, 4) for case in row if case.costed.op == op]
+    assert [e[samples] for e in extents[:4]] == [4, 1, 2, 4]  # whole, quarters, halves, then other axes
+    graph = small_net()
+    taken, before = list[int](), Bench.measure
+
+    def measure(bench: Bench, row: Sequence[Case], repeats: int, deadline: float | None = None) -> dict[str, Entry]:
+        taken.append(repeats)
+        return before(bench, row, repeats, deadline)
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    profile_graph(graph, max_parts=2, repeats=6, budget_s=600.0)
+    rounds = len(plan(graph, 2))
+    assert taken[: 3 * rounds] == [1] * rounds + [2] * 2 * rounds
+
+
 def test_operators_of_one_form_are_measured_at_all_their_places_as_far_as_caches_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,13 +105,13 @@ def quick_enough(case: Case, kind: str, budget_s: float | None) -> bool:
 
 
 def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int, precise: bool = False) -> list[Case]:
-    """The distinct pieces of an operator: whole, then split on one axis, many parts first, then on several."""
+    """The distinct pieces of an operator, those that plans have most first (``_rareness``)."""
     op = costed.op
     inputs = tuple(t.shape for t in costed.inputs)
     outputs = [t.shape for t in costed.outputs]
     whole = make_piece(op, {axis: (0, size) for axis, size in op.sizes.items()}, inputs, outputs)
     found: dict[str, Case] = {}
-    for degrees in sorted(_degrees(op, max_parts), key=lambda d: (sum(x > 1 for x in d.values()), -prod(d.values()))):
+    for degrees in sorted(_degrees(op, max_parts), key=lambda degrees: _rareness(op, degrees)):
         # Of parts that differ by one, the first is the smallest and the last the largest.
         ends = [
             {chunk(size, degrees.get(axis, 1), 0), chunk(size, degrees.get(axis, 1), degrees.get(axis, 1) - 1)}
@@ -125,6 +125,15 @@ def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int, precise: boo
                 piece = make_piece(op, axes, inputs, outputs)
                 found[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags, precise)
     return list(found.values())
+
+
+def _rareness(op: Operator, degrees: Mapping[str, int]) -> tuple[int, bool, bool, int]:
+    """What orders the pieces of an operator where time may end before all are measured: whole, then split on one axis,
+    by samples before others (every data-parallel layout and every microbatch has those), into a power of two before
+    other numbers, many parts before few; then on several axes."""
+    split, parts = [axis for axis, degree in degrees.items() if degree > 1], prod(degrees.values())
+    by_samples = all(op.roles[axis] == "sample" for axis in split)
+    return len(split), not by_samples, parts & (parts - 1) != 0, -parts
 
 
 def _held(piece: Piece, whole: Piece, shapes: Sequence[tuple[int, ...]]) -> tuple[Box | None, ...]:

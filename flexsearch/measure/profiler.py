@@ -47,8 +47,8 @@ def profile_graph(
     """Profile of all pieces of ``graph`` that splitting each operator into up to ``max_parts`` can make.
 
     ``known``: measurements that are kept and not repeated. ``repeats``: about so many sweeps over each piece, in
-    ``TURNS`` turns, the median of whose medians counts. ``budget_s``: stop after so many seconds; whole operators and
-    splits of one axis are measured first, and the roofline fills what is missing. ``busy_neighbours``: that many
+    ``TURNS`` turns, the median of whose medians counts. ``budget_s``: stop after so many seconds; the pieces that plans
+    have most are measured first (``cases``), and estimates fill what is missing. ``busy_neighbours``: that many
     processes do the same kind of work meanwhile, as on a machine whose cores share the memory. ``precision``: of the
     plans that these times are for (``Options.precision``). Raises ProfileError if ``known`` is of another device,
     ``device`` is not there, or a count is below 1.
@@ -106,11 +106,13 @@ def measure_entries(
     """Entries of all pieces, in turns. What a deadline leaves unmeasured is left out."""
     taken: dict[str, list[Entry]] = {}
     turns, total, done = min(TURNS, repeats), count(rounds), 0
-    for _ in range(turns):
+    for turn in range(turns):
+        # Where time may end, one sweep over every piece comes before a second one over any.
+        sweeps = 1 if deadline is not None and turn == 0 else -(-repeats // turns)
         for cases in rounds:
             if deadline is not None and time.monotonic() > deadline:
                 break
-            measured = bench.measure(cases, -(-repeats // turns), deadline)
+            measured = bench.measure(cases, sweeps, deadline)
             for key, entry in measured.items():
                 taken.setdefault(key, []).append(entry)
             done += len(measured)
