@@ -17,8 +17,9 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.samples import counting
 from flexsearch.lower import Lowering
 from flexsearch.lower.actions import actions
+from flexsearch.lower.backward_order import FIRST_BUCKET_BYTES, buckets_of
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
-from flexsearch.lower.schedule import FIRST_BUCKET_BYTES, Stages, buckets_of, make_blocks, make_schedule
+from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
