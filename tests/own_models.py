@@ -178,6 +178,21 @@ class Translator(nn.Module):
         return self.head(self.body(self.embed(source), self.embed(target), src_mask=window, tgt_mask=mask))
 
 
+class Queries(nn.Module):
+    """A class token beside the words, and queries that look at them: weights that are expanded for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.queries = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 3, 8))
+        self.norm, self.query, self.head = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        read = F.scaled_dot_product_attention(self.query(self.norm(queries)), x, x)
+        return self.head((queries + read).mean(1))
+
+
 def _translator(drop: float) -> Training:
     batch = {"source": torch.randint(13, (BATCH, 6)), "target": torch.randint(13, (BATCH, 5))}
     batch["unread"] = torch.ones_like(batch["source"])
@@ -221,6 +236,9 @@ MODELS: dict[str, Callable[[float], Training]] = {
     "pointnet": _points,
     "detector": lambda drop: Training(
         Detector(), {"images": torch.randn(BATCH, 3, 10, 10), "boxes": torch.randn(BATCH, 3, 4)}
+    ),
+    "queries": lambda drop: Training(
+        Queries(), {"x": torch.randn(BATCH, 5, 8)}, F.cross_entropy, torch.randint(3, (BATCH,))
     ),
     "mixture of experts": lambda drop: Training(MixtureOfExperts(), {"x": torch.randn(BATCH, 7, 6)}),
 }

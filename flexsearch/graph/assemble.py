@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.model import Axis, Operator, OperatorGraph, Tensor, Tracing
+from flexsearch.graph.notation import Operand
 from flexsearch.graph.ops.value import Draft, Value
+
+_LEAVES = ("parameter", "buffer", "constant")
 
 
 def assemble(
@@ -27,7 +30,7 @@ def assemble(
     """
     live = _ancestors(drafts, [loss, *updates.values()])
     _salt(drafts, live)
-    _sample_constants(live)
+    _mark_samples(live)
     early = _counting(live)
     live = early + [d for d in live if d not in early]
     read = (v for d in live for v in d.inputs if v.kind != "activation")
@@ -82,16 +85,45 @@ def _salt(drafts: Sequence[Draft], live: Sequence[Draft]) -> None:
             draft.attributes["salt"] = before[salt]
 
 
-def _sample_constants(drafts: Sequence[Draft]) -> None:
-    """A constant is expanded along the batch where its readers run over the batch."""
-    expanded = {d.outputs[0]: d for d in drafts if d.kind == "expand" and d.inputs[0].kind == "constant"}
-    for reader in drafts:
-        for value, operand in zip(reader.inputs, reader.access.inputs, strict=True):
-            if (draft := expanded.get(value)) is None:
-                continue
-            for read, written in zip(operand.dimensions, draft.access.outputs[0].dimensions, strict=True):
-                if read.plain and written.plain and reader.roles[read.axes[0]] == "sample":
-                    draft.roles[written.axes[0]] = "sample"
+def _mark_samples(drafts: Sequence[Draft]) -> None:
+    """Axes run over the batch, too, of what is expanded along it for readers that run over it: masks, and tokens or
+    queries that are weights, with all that is computed of them before they meet the batch."""
+    readers: dict[Value, list[tuple[Draft, Operand]]] = defaultdict(list)
+    for draft in drafts:
+        for value, operand in zip(draft.inputs, draft.access.inputs, strict=True):
+            readers[value].append((draft, operand))
+    expanded = _expanded(drafts)
+    for draft in reversed(drafts):
+        for axis in expanded.get(draft, ()):
+            (place,) = [k for k, d in enumerate(draft.access.outputs[0].dimensions) if axis in d.axes]
+            met = [
+                operand.dimensions[place].plain and reader.roles[operand.dimensions[place].axes[0]] == "sample"
+                for reader, operand in readers[draft.outputs[0]]
+            ]
+            if any(met) and (all(met) or draft.inputs[0].kind == "constant"):
+                draft.roles[axis] = "sample"
+
+
+def _expanded(drafts: Sequence[Draft]) -> dict[Draft, list[str]]:
+    """Of drafts with one output that follows from no input of the model: axes of the output along which something was
+    expanded, here or before."""
+    found: dict[Draft, list[str]] = {}
+    along: dict[Value, set[int]] = {}  # places in values that follow from no input
+    for draft in drafts:
+        if len(draft.outputs) > 1 or not all(v in along or v.kind in _LEAVES for v in draft.inputs):
+            continue
+        names = [
+            {d.axes[0]: k for k, d in enumerate(operand.dimensions) if d.plain}
+            for operand in (*draft.access.outputs, *draft.access.inputs)
+        ]
+        written, read = names[0], list(zip(draft.inputs, names[1:], strict=True))
+        found[draft] = [
+            axis for axis in written
+            if (draft.kind == "expand" and axis not in read[0][1])
+            or (any(axis in n for _, n in read) and all(n[axis] in along.get(v, ()) for v, n in read if axis in n))
+        ]  # fmt: skip
+        along[draft.outputs[0]] = {written[axis] for axis in found[draft]}
+    return found
 
 
 def _counting(drafts: list[Draft]) -> list[Draft]:
