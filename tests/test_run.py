@@ -410,6 +410,19 @@ def test_verify_takes_the_plan_that_is_fastest_as_measured(cli: Cli, monkeypatch
     assert strategy.prediction is not None and strategy.prediction.iteration_s == rows[0]["predicted_s"]
 
 
+def test_the_command_that_runs_a_plan_names_the_model_that_was_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "flexsearch.runtime.launch.call", lambda target, arguments, count: [1.0 for _ in arguments["plans"]]
+    )
+    OperatorGraph.load("lenet").save("mine.json")
+    given = ("--model", SPEC, *(x for key, value in SIZES.items() for x in ("--set", f"{key}={value}")))
+    ran = cli("optimize", "mine.json", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1", *given)
+    assert ran.code == 0, ran.err
+    options = " ".join(f"--{key} {v}" if key == "batch" else f"--set {key}={v}" for key, v in SIZES.items())
+    assert f"flexsearch run -n 2 strategy.json --model {SPEC} {options}\n" in ran.out
+    assert "--model MODULE:CALLABLE" in cli("optimize", "mine.json", "-t", "ethernet-1g-2", "-b", "50").out
+
+
 def _measured(plans: list[str]) -> tuple[list[float], int]:
     """Iteration times of plans on this rank, and how often the model was traced."""
     from flexsearch.runtime import parallel, verify

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,10 +98,10 @@ def answer_data(
 
 
 def say(
-    graph: str, setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float | None,
-    output: Path, size: Size, cost_per_hour: float | None, layouts: HybridResult | None,
+    setting: Setting, result: SearchResult, proof: Optimum | None, answer: PlanRow, margin: float | None, output: Path,
+    size: Size, cost_per_hour: float | None, layouts: HybridResult | None, trained: str,
 ) -> None:  # fmt: skip
-    """The plan in words, how good it is, how the search ended, and what to do next."""
+    """The plan in words, how good it is, how the search ended, and what to do next. ``trained``: ``model_options``."""
     from flexsearch.cli.details import tell, tell_plan
     from flexsearch.report.reading import reading
     from flexsearch.report.uncertainty import basis_words, near_words
@@ -120,7 +123,7 @@ def say(
     if result.few:
         tell(_few(result))
     stdout.print(f"\nWrote {output}.", soft_wrap=True)
-    tell_run(graph, setting.graph, output, len(result.strategy.cluster.devices))
+    tell_run(trained, output, len(result.strategy.cluster.devices))
     if given := size.words():
         stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
 
@@ -160,19 +163,24 @@ def _beside(layouts: HybridResult, result: SearchResult, margin: float | None) -
     )
 
 
-def tell_run(graph: str, planned: OperatorGraph, output: Path, ranks: int) -> None:
-    """Print the command that runs a plan."""
+def tell_run(trained: str, output: Path, ranks: int) -> None:
+    """Print the command that runs a plan. ``trained``: ``model_options``."""
     stdout.print("To train a few steps and measure them:", soft_wrap=True)
-    stdout.print(f"  flexsearch run -n {ranks} {output} {_model(graph, planned)}", soft_wrap=True)
+    stdout.print(f"  flexsearch run -n {ranks} {output} {trained}", soft_wrap=True)
 
 
-def _model(graph: str, planned: OperatorGraph) -> str:
-    """The options of ``run`` that name the model of a graph, and the batch and sequence length that were planned."""
-    if (shipped := shipped_model(graph, planned)) is None:
+def model_options(graph: str, planned: OperatorGraph, trained: tuple[str, Mapping[str, Any]] | None) -> str:
+    """The options of ``run`` that name the model of a graph. ``trained``: the callable and its arguments, where the
+    user has given them; else those of a shipped graph, with the batch and sequence length that were planned."""
+    if (known := trained or shipped_model(graph, planned)) is None:
         return "--model MODULE:CALLABLE"
-    model, arguments = shipped
-    options = (f"--batch {v}" if name == "batch" else f"--set {name}={v}" for name, v in arguments.items())
-    return " ".join((f"--model {model}", *options))
+    model, arguments = known
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+    options = [
+        f"--batch {text}" if name == "batch" else f"--set {shlex.quote(f'{name}={text}')}"
+        for name, text in texts.items()
+    ]
+    return " ".join([f"--model {shlex.quote(model)}", *options])
 
 
 def _what_it_is(result: SearchResult) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from flexsearch.cli import signals
-from flexsearch.cli.answer import answer_data, answer_rows, say, tell_run
+from flexsearch.cli.answer import answer_data, answer_rows, model_options, say, tell_run
 from flexsearch.cli.common import (
     BatchOption,
     DataOption,
@@ -87,9 +87,9 @@ STAGED = "layout"
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the options say. ``first``: the plan to go on from; ``margin``: a share; None: what tells plans apart."""
+    """What the options say. ``first``: the plan to go on from; ``margin``: a share; None: what tells plans apart;
+    ``trained``: the options of ``run`` that name the model."""
 
-    graph: str
     setting: Setting
     size: Size
     options: Options
@@ -108,6 +108,7 @@ class _Asked:
     weight_gradients: bool = False
     allow: tuple[str, ...] = ()
     topology: str = ""
+    trained: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -183,9 +184,9 @@ def optimize(
     first = load_strategy(resume, setting) if resume is not None else None
     options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
     asked = _Asked(
-        graph, setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space,
-        output, plot, cost_per_hour, as_json, weight_gradients,
-        allowed, topology,
+        setting, size, options, budget, seed, processes, first, tuple(pin or ()), share, exhaustive, space, output,
+        plot, cost_per_hour, as_json, weight_gradients, allowed, topology,
+        model_options(graph, setting.graph, (trial.model, trial.arguments) if trial is not None else None),
     )  # fmt: skip
     if layouts:
         optimize_layouts(
@@ -281,7 +282,7 @@ def _say_more(asked: _Asked, verified: Verified | None, strategy: Strategy, besi
         print_verified(verified, strategy)
     if beside is not None:
         beside.say()
-    tell_run(asked.graph, asked.setting.graph, asked.output, len(strategy.cluster.devices))
+    tell_run(asked.trained, asked.output, len(strategy.cluster.devices))
 
 
 def _answer(
@@ -298,8 +299,8 @@ def _answer(
         print_plans(setting, [] if result.baseline else [answer], others)
         if verified is not None:
             print_verified(verified, result.strategy)
-        say(asked.graph, setting, result, proof, answer, asked.margin, asked.output, asked.size, asked.cost_per_hour,
-            layouts)  # fmt: skip
+        say(setting, result, proof, answer, asked.margin, asked.output, asked.size, asked.cost_per_hour, layouts,
+            asked.trained)  # fmt: skip
         if beside is not None:
             beside.say()
 
