@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import repeats
 from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
+from flexsearch.graph.checks import Checks
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
@@ -65,9 +66,10 @@ class Step(nn.Module):
         self.loss = loss
         self.outputs = outputs
         self.tracer: Tracer | None = None
+        self.checks = Checks()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        with Detaching():
+        with Detaching(), self.checks if self.checks.needed else nullcontext():
             if self.tracer is not None:
                 self.tracer.start()
             output = self.model(*args, **kwargs)
@@ -93,7 +95,8 @@ def export_step(
     """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
     With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and
-    views are gone. Raises ImportModelError with the line of the user's code at which tracing failed.
+    views are gone; so are checks of values (``graph.checks``). Raises ImportModelError with the line of the user's code
+    at which tracing failed.
     """
     try:
         with (
@@ -107,10 +110,15 @@ def export_step(
             step = Step(model, loss, outputs)
             if meta:
                 args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
-            return _with_blocks(step, (args, kwargs, targets)) or (
-                _functional(step, _export(step, args, kwargs, targets)),
-                NO_BLOCKS,
-            )
+            while True:
+                try:
+                    return _with_blocks(step, (args, kwargs, targets)) or (
+                        _functional(step, _export(step, args, kwargs, targets)),
+                        NO_BLOCKS,
+                    )
+                except Exception as error:
+                    if not step.checks.settle(error):
+                        raise
     except FlexsearchError:
         raise
     except Exception as error:  # torch.export raises whatever the model does, and many types of its own
