@@ -13,7 +13,7 @@ from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
-from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, SYNCHRONISE, WEIGHT_GRADIENT
+from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
@@ -37,10 +37,11 @@ class Span:
 
 
 def put_together(lowered: Lowered, task: int) -> int:
-    """The moment in which what a computation needs is put together: that before, if a pass of an operator stands there
-    (other blocks run once for all microbatches), else its own."""
+    """The moment in which what a computation needs is put together: that before, if every microbatch runs the block
+    there, else its own."""
     block, kinds = lowered.tasks.identity[task].block, lowered.rows.schedule.kind
-    return 2 * block - int(block > 0 and kinds[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE))
+    repeated = kinds[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER)
+    return 2 * block - int(block > 0 and (repeated or lowered.stages.microbatches == 1))
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:
@@ -257,7 +258,7 @@ class _Walk:
         gradient: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient that the readers' pieces add up
         arrived: dict[tuple[int, int], Span] = {}  # (edge, device) -> gradient in the producer's layout
         home: dict[tuple[str, int], Span] = {}  # (tensor, device) -> the first of them, to which others are added
-        added = set[tuple[str, int]]()  # (tensor, device) of which one is put together to be added
+        own = set[tuple[str, int]]()  # (tensor, device) of which the sum has memory of its own
         for i in reversed(range(len(graph.operators))):
             if not graph.has_backward[i]:
                 continue
@@ -302,17 +303,22 @@ class _Walk:
                     found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
                     for d, span in found.items():
                         total = home.setdefault((edge.tensor, d), span)
+                        receives = any(d in x.receivers for x in edge.backward.exchanges)
+                        copied, summed = d not in edge.backward.aliased, (edge.tensor, d) in own
                         if total is span:
                             arrived[e, d] = span
-                        elif any(d in x.receivers for x in edge.backward.exchanges):  # added where it is put together
+                            if copied and (receives or d not in mine or span.nbytes > mine[d].nbytes):
+                                own.add((edge.tensor, d))
+                            continue
+                        if receives:  # added where it is put together
                             crossed = [t for x in range(2) for t in self.crossing.get(("backward", e, x, d), ())]
                             span.used_up = max(self._unpacked("backward", e, d, t) for t in crossed)
-                            if span.joined >= 0 and (edge.tensor, d) in added:  # one after the other
-                                self.spans.remove(span)
-                            elif span.joined >= 0:
-                                added.add((edge.tensor, d))
                         elif d in mine and total.first > now[d]:
                             total.first, total.joined = now[d], -1
+                        if summed and (span.joined >= 0 if receives else d in mine and copied):
+                            self.spans.remove(span)  # added in the memory of the sum
+                        if receives or (d in mine and copied):
+                            own.add((edge.tensor, d))
         self._synchronise(gradient)
 
     def _synchronise(self, gradient: Mapping[tuple[int, int], Span]) -> None:

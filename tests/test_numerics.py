@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,9 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower.lowering import lower
+from flexsearch.runtime import parts as runtime_parts
 from flexsearch.runtime.parallel import Parallel, distribute
+from flexsearch.runtime.parts import Part, Plan
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from tests.random_strategies import strategies
@@ -234,6 +237,36 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
                 agree(expected[adamw], history, noise=NOISE if adamw else 1e-14)
             except AssertionError as error:
                 raise AssertionError(f"plan {number}, rank {rank}: {file}") from error
+
+
+def _apart(imported: Imported, file: str) -> tuple[History, int]:
+    """Of a plan, on this rank, where parts of any size go in messages of their own; how often that makes several."""
+    messages, more = Plan.messages, [0]
+
+    def counted(plan: Plan, parts: Sequence[Part]) -> list[list[Part]]:
+        made = messages(plan, parts)
+        more[0] += len(made) > 1
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime_parts, "ALONE_BYTES", 1)
+        patch.setattr(Plan, "messages", counted)
+        return _staged(imported, file, False), more[0]
+
+
+def test_parts_that_go_in_messages_of_their_own_arrive_where_they_belong() -> None:
+    model, tokens, targets = deep()
+    imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
+    alone = baseline("single", imported.graph, cluster(1)).to_file().model_dump_json()
+    (expected,), several = pool(1).run(_staged, imported, alone, False), 0
+    for number in range(2000, 2006):
+        plan = staged_plan(imported.graph, random.Random(number), cluster=cluster)
+        file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
+        for history, more in ranks.run(_apart, imported, file, timeout_s=60):
+            agree(expected, history)
+            several += more
+    assert several > 0
+
 
 
 def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:

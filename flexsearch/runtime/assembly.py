@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from flexsearch.runtime.wire import Wire
 
 Values = list[Any]
 Take = Callable[[], Tensor]
+Where = tuple[slice, ...] | None
+Own = dict[Slot, weakref.ref[Tensor]]
 Place = Callable[[Tensor], None]
 Action = Callable[[], None]
 
@@ -80,12 +83,14 @@ def keep(values: Values, lowered: Lowered, instruction: Keep, device: torch.devi
 
 
 def assemble(
-    values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire, pictures: Collection[str]
-) -> Action:
-    """Put the results of a phase together. ``pictures``: tensors in the memory format of images."""
+    values: Values, lowered: Lowered, rank: int, instruction: Assemble, wire: Wire, pictures: Collection[str],
+    own: Own,
+) -> Action:  # fmt: skip
+    """Put the results of a phase together. ``pictures``: tensors in the memory format of images; ``own``: gradients
+    that were put together here before, in memory that nothing else reads."""
     transport = instruction.transport
     step, dtype = reshard_of(lowered, transport).phases[instruction.phase], dtype_of_transport(lowered, transport)
-    results, fresh = [], list[Callable[[Tensor], bool]]()
+    results, sums = [], list[_Sum]()
     if instruction.refills:
         parts = {k: _pieces(values, lowered, rank, instruction, wire, k) for k in instruction.results}
         return _refilling(
@@ -95,12 +100,14 @@ def assemble(
     image = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
-        results.append((slot, _joined(step.destination[k].box, pieces, dtype, wire.device, image)))
-        copied = len(pieces) != 1 or pieces[0].box != step.destination[k].box
-        fresh.append(_true if copied else _is_whole if pieces[0].arrived else _false)
+        box = step.destination[k].box
+        results.append((slot, take := _joined(box, pieces, dtype, wire.device, image)))
+        alone = len(pieces) == 1 and pieces[0].box == box
+        fresh = _true if not alone else _is_whole if pieces[0].arrived else _false
+        sums.append(_Sum(slot, take, fresh, None if alone else _terms(box, pieces)))
     owns = instruction.owns
     if instruction.adds:
-        return _adding(values, [(*row, new) for row, new in zip(results, fresh, strict=True)], image, owns)
+        return _adding(values, sums, image, owns, own)
 
     def run() -> None:
         for slot, take in results:
@@ -114,19 +121,42 @@ def assemble(
     return run
 
 
-def _adding(
-    values: Values, results: Sequence[tuple[Slot, Take, Callable[[Tensor], bool]]], image: bool, owns: bool
-) -> Action:  # fmt: skip
-    """Add to a gradient: in the memory of the result where that is its own, and not a view of more or of what others
-    read. ``image``: whether it lies in the memory format of images."""
+class _Sum(NamedTuple):
+    """A slot whose gradient grows by what ``take`` gives, in memory of its own if it is ``fresh``; or else by terms,
+    each added to a part of it (None: to all)."""
+
+    slot: Slot
+    take: Take
+    fresh: Callable[[Tensor], bool]
+    terms: Sequence[tuple[Where, Take]] | None
+
+
+def _adding(values: Values, sums: Sequence[_Sum], image: bool, owns: bool, own: Own) -> Action:
+    """Add to gradients: in the memory of what is there where that is the gradient's own, and not a view of more or of
+    what others read. Terms are added one after the other whatever is there, so that replicas agree to the bit.
+    ``image``: whether gradients lie in the memory format of images; ``owns``: they must have memory of their own."""
 
     def run() -> None:
-        for slot, take, own in results:
-            result, before = preferred(take()) if image else take(), values[slot]
-            if before is None:
-                values[slot] = result.clone() if owns and not _is_whole(result) else result
+        for slot, take, fresh, terms in sums:
+            before = values[slot]
+            mine = before is not None and slot in own and own[slot]() is before
+            if before is not None and terms is not None:
+                result = before if mine else before.clone()
+                for where, term in terms:
+                    (result if where is None else result[where]).add_(term())
             else:
-                values[slot] = result.add_(before) if own(result) else before + result
+                result = preferred(take()) if image else take()
+                if before is None:
+                    if owns and not _is_whole(result):
+                        result = result.clone()
+                    elif not fresh(result):
+                        values[slot] = result
+                        continue
+                elif mine:
+                    result = before.add_(result)
+                else:
+                    result = result.add_(before) if fresh(result) else before + result
+            values[slot], own[slot] = result, weakref.ref(result)
 
     return run
 
@@ -195,7 +225,7 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
     whether it lies in the memory format of images."""
     shape = extent(box)
     memory = preferred_format(len(shape), dtype, device) if image else torch.contiguous_format
-    takes = [(slices(box, piece.box), piece.take) for piece in pieces]
+    takes = _terms(box, pieces)
     if len(pieces) == 1 and pieces[0].box == box:
         return pieces[0].take
     if pieces and all(piece.box == box for piece in pieces):
@@ -235,13 +265,18 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
 
 def _placing(box: Box, pieces: Sequence[Piece]) -> Place:
     """Writes pieces that lie side by side and fill ``box`` into a tensor of that region."""
-    takes = [(slices(box, piece.box), piece.take) for piece in pieces]
+    takes = _terms(box, pieces)
 
     def place(result: Tensor) -> None:
         for where, take in takes:
             (result if where is None else result[where]).copy_(take())
 
     return place
+
+
+def _terms(box: Box, pieces: Sequence[Piece]) -> list[tuple[Where, Take]]:
+    """Pieces with their places in ``box``."""
+    return [(slices(box, piece.box), piece.take) for piece in pieces]
 
 
 def _covers(box: Box, pieces: Sequence[Piece]) -> bool:

@@ -77,6 +77,8 @@ class Engine:
         added = Counter(slot for instruction in passes for slot in instruction.writes)
         self._shared = {slot for slot, times in added.items() if times > 1}
         """Gradients that several backward passes add to."""
+        self._own: assembly.Own = {}
+        """Gradients of activations that were put together from messages, by slot."""
         self._delivered: set[int] = set()
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
         actions = [self._action(instruction) for instruction in program.instructions]
@@ -120,7 +122,7 @@ class Engine:
             case Wait():
                 return wire.waiting(values, instruction)
             case Assemble():
-                return assembly.assemble(values, self.lowered, self.rank, instruction, wire, self._images)
+                return assembly.assemble(values, self.lowered, self.rank, instruction, wire, self._images, self._own)
             case Keep():
                 return assembly.keep(values, self.lowered, instruction, wire.device)
             case Empty():

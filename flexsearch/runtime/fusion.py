@@ -6,6 +6,7 @@ in one stage, and in one region that is computed again or in none.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -32,14 +33,20 @@ class Fusion:
         self.stage_of = lowered.stages.of(len(graph.operators))
         options = lowered.options
         self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
-        self.parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
+        self.parts: dict[int, tuple[Box, Box]] = {}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
         takes them itself, so that autograd puts their gradients together."""
+        parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
+        summed = {lowered.edges[e].tensor for e in range(len(lowered.edges)) if e not in parts and self._crosses(e)}
+        self.parts.update((e, part) for e, part in parts.items() if lowered.edges[e].tensor not in summed)
         self.used = set(self._used_gradients())
         """Edges of which this device makes a gradient that is used: replicas may leave it to each other."""
         self.early = counting(graph) if lowered.stages.microbatches > 1 else frozenset()
         """Operators that run for all microbatches before anything else."""
-        cuts = sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
+        cuts = self._ends()
+        while scattered := self._scattered(cuts):
+            self.parts = {e: part for e, part in self.parts.items() if lowered.edges[e].tensor not in scattered}
+            cuts = self._ends()
         self.segments = [
             Segment(tuple(self.mine[a:b]), region=self.regions[self.mine[a]]) for a, b in pairwise(cuts)
         ]
@@ -62,6 +69,12 @@ class Fusion:
     def arrives(self, transport: Transport) -> bool:
         """Whether the transport has a result on this device."""
         return any(e.device == self.device for e in reshard_of(self.lowered, transport).destination)
+
+    def _crosses(self, number: int) -> bool:
+        """Whether what this device makes is put together for its gradient by an edge: each part is then added there,
+        where autograd would make a gradient as large as the whole for it."""
+        edge = self.lowered.edges[number]
+        return edge.tensor in self.home and edge.backward is not None and self.active(Transport("backward", number))
 
     def _used_gradients(self) -> Iterable[int]:
         """Edges of whose gradients something is made that starts from what this device has."""
@@ -95,6 +108,21 @@ class Fusion:
         if len(held) != 1 or len(wanted) != 1 or held == wanted or ends[1:] not in ([], [[wanted, held]]):
             return None
         return held[0], wanted[0]
+
+    def _ends(self) -> list[int]:
+        """Where segments begin and end, ascending."""
+        return sorted({c for c in self._cuts() if c < len(self.mine)} | {len(self.mine)})
+
+    def _scattered(self, ends: Sequence[int]) -> set[str]:
+        """Values whose parts are read in several segments: for each part, autograd would make a gradient as large as
+        the whole."""
+        position = {o: k for k, o in enumerate(self.mine)}
+        segments: dict[str, set[int]] = {}
+        for e in self.parts:
+            edge = self.lowered.edges[e]
+            where = {bisect_right(ends, position[reader]) for reader, _ in edge.readers if reader in position}
+            segments.setdefault(edge.tensor, set()).update(where)
+        return {name for name, where in segments.items() if len(where) > 1 and self.fuse}
 
     def _cuts(self) -> set[int]:
         """Operators of this rank before which a segment must begin."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from flexsearch.graph.ops.local import extent, preferred_format
 from flexsearch.lower import Communication, Lowered, Move
 
 Action = Callable[[], None]
+ALONE_BYTES = 1 << 16
+"""Least bytes of a part that goes in a message of its own: to copy it would take as long as to issue one."""
 
 
 def cut(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
@@ -84,6 +86,22 @@ class Plan:
     length: int = 0
     block: int = 0
     images: Collection[int] = ()
+
+    def messages(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """What goes in one message each of parts for a peer. A large one goes by itself, without a copy, where that
+        keeps nothing alive that is not sent: it is all of its source, or nothing of that stays."""
+        rows: list[list[Part]] = []
+        apart = True
+        for part in parts:
+            member, source = self.what.members[part.member], part.move.source
+            phase = member.reshard.phases[member.phase]
+            alone = phase.source[source].box == part.move.box or all(move.source != source for move in phase.local)
+            large = alone and volume(part.move.box) * self.dtype.itemsize >= ALONE_BYTES
+            if large or apart:
+                rows.append([])
+            rows[-1].append(part)
+            apart = large
+        return rows
 
 
 class Arrival(NamedTuple):

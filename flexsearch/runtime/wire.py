@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,25 @@ def _region(values: list[Any], slot: int, peer: int, part: Part, image: bool) ->
     return lambda: unflat(values[slot].buffers[peer][first:last], box, image)
 
 
+def _alike(plan: Plan) -> list[tuple[list[int], list[Part]]]:
+    """What goes out, with the peers that it goes to: those that get the same share it."""
+    peers: dict[object, list[int]] = {}
+    for peer, parts in plan.sends.items():
+        peers.setdefault(tuple((p.member, p.move.source, p.move.box) for p in parts), []).append(peer)
+    return [(row, plan.sends[row[0]]) for row in peers.values()]
+
+
+class All(NamedTuple):
+    """Several messages that one peer sends."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        """Block until all are here."""
+        for work in self.works:
+            work.wait()
+
+
 class Wire:
     """Issues and completes communications by task index. ``rank`` is also the device's index in the topology."""
 
@@ -75,15 +94,21 @@ class Wire:
     def post(self, values: list[Any], instruction: Post) -> Action:
         """On gloo: allocate what a task brings here, and let it come."""
         task, plan, slot = instruction.task, self.plans[instruction.task], instruction.slot
-        lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
+        dtype, device = plan.dtype, self.device
         if not self.eager:
             return _nothing
+        rows = [
+            (peer, length, [(m[0].offset, m[-1].offset + volume(m[-1].move.box)) for m in plan.messages(parts)])
+            for (peer, length), parts in zip(plan.receive_length.items(), plan.receives.values(), strict=True)
+        ]
 
         def run() -> None:
-            works, buffers = [], []
-            for peer, length in lengths:
+            works: list[dist.Work] = []
+            buffers = []
+            for peer, length, places in rows:
                 buffer = torch.empty(length, dtype=dtype, device=device)
-                works.append(present(dist.irecv(buffer.view(torch.uint8), peer, tag=task)))
+                own = [present(dist.irecv(buffer[a:b].view(torch.uint8), peer, tag=task)) for a, b in places]
+                works.append(own[0] if len(own) == 1 else cast(dist.Work, All(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
 
@@ -121,13 +146,18 @@ class Wire:
         return collectives.swap_all(values, plan, slot, packs, group, self.device)
 
     def _exchange(self, values: list[Any], plan: Plan, instruction: Start) -> Action:
-        packs = self._packs(values, plan, instruction)
+        rows = _alike(plan)
+        packs = [
+            (peers, self._packed(values, plan, message, instruction))
+            for peers, parts in rows
+            for message in self._grouped(plan, parts)
+        ]
         task, slot, sent = instruction.task, instruction.slot, self._sent
         lengths, dtype, device = list(plan.receive_length.items()), plan.dtype, self.device
         stored = plan.what.purpose in ("gather", "regather")  # what is stored lives anyway
         kept = [
             0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
-            for parts in (plan.sends[peers[0]] for peers, _ in packs)
+            for parts in (message for peers, parts in rows for message in self._grouped(plan, parts))
         ]
         total = sum(kept)
 
@@ -151,14 +181,9 @@ class Wire:
 
         return send if self.eager else exchange
 
-    def _packs(
-        self, values: list[Any], plan: Plan, instruction: Start
-    ) -> list[tuple[list[int], Callable[[], Tensor]]]:  # fmt: skip
-        """What goes out, with the peers that it goes to: those that get the same share it."""
-        peers: dict[object, list[int]] = {}
-        for peer, parts in plan.sends.items():
-            peers.setdefault(tuple((p.member, p.move.source, p.move.box) for p in parts), []).append(peer)
-        return [(row, self._packed(values, plan, plan.sends[row[0]], instruction)) for row in peers.values()]
+    def _grouped(self, plan: Plan, parts: list[Part]) -> list[list[Part]]:
+        """The messages that parts for a peer go in: on NCCL one."""
+        return plan.messages(parts) if self.eager else [parts]
 
     def _issue(self, what: Communication, operations: list[dist.P2POp]) -> list[dist.Work]:
         """Start both sides of an exchange on NCCL. A single message goes over the communicator of its two ranks, where

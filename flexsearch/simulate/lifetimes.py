@@ -26,15 +26,16 @@ last moment, both included. These are the spans:
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
   that of the second phase.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it. Activations and their gradients are put together at the moment before, if that
-  is of a pass (``Units.ready``; other blocks run once a step): there the buffer and what else they are made of end, and
-  the copy begins. So with gathered weights, if there is one microbatch: those that are gathered together where the
+  first computation that waits for it. Activations and their gradients are put together at the moment before, if every
+  microbatch runs the block there (``Units.ready``): there the buffer and what else they are made of end, and the copy
+  begins. So with gathered weights, if there is one microbatch: those that are gathered together where the
   first of them is read (``Units.unpack_block``).
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
-  device, else where it is put together: there is one sum. An operator whose output is its input's memory, all of it
-  once, hands its gradient on as it is.
+  device, else where it is put together: there is one sum. What is added to it needs no copy of that size where the
+  sum has memory of its own, as it was received, or is larger than what a reader made of it. An operator whose output
+  is its input's memory, all of it once, hands its gradient on as it is.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
@@ -258,18 +259,23 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])
+        own = role & ALIASED == 0
         if holder > ZERO and total == ZERO:
             prolong(spans, holder, until)
             spans.arrived[place, d] = holder
+            larger = original == ZERO or landings.copy[row] > spans.nbytes[original - ONE]
+            spans.born[d] = own and (larger or role & RECEIVES != 0)
         elif holder > ZERO and role & RECEIVES:
             prolong(spans, holder, put_together(sources.units, sent, used))
-            made = used > sent and landings.staged[row] + landings.staged_again[row] > 0
-            if made and spans.born[d] == 1:
-                spans.size[0] = holder - ONE  # one after the other
-            elif made:
-                spans.born[d] = 1
+            if spans.born[d] == 1 and used > sent and landings.staged[row] + landings.staged_again[row] > 0:
+                spans.size[0] = holder - ONE  # added in the memory of the sum
+            spans.born[d] = 1
         elif holder > ZERO and original > ZERO:
             spans.first[total - ONE] = min(np.uint64(spans.first[total - ONE]), now)
+            if own and spans.born[d] == 1:
+                spans.size[0] = holder - ONE
+            elif own:
+                spans.born[d] = 1
 
 
 # ---- weights

@@ -53,7 +53,7 @@ class Units(NamedTuple):
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
     ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
     together there. By block: ``ready``, the
-    moment at which what its computing needs is put together: that before, if that is of a pass of an operator.
+    moment at which what its computing needs is put together: that before, if every microbatch runs the block there.
     """
 
     root: U8
@@ -115,7 +115,7 @@ class Spans(NamedTuple):
     in its unit and device: ``output``, what holds it where it was made; ``again``, where it was computed again;
     ``arrived``, what holds its gradient in the producer's layout. By device: ``gradient``, what holds the readers'
     gradient of the edge at hand, and ``born``, the moment since when all gradients of a weight are there; of
-    an activation, whether (1) one is put together to be added. ``low``,
+    an activation, whether (1) its sum has memory of its own. ``low``,
     ``high``: by device and dimension, of what is at hand; ``reads``: by device, whether it reads it, or whether its
     gradient of an edge is used.
     """

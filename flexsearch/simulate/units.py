@@ -18,7 +18,7 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
-from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Schedule
+from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, WEIGHT_GRADIENT, Schedule
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -36,7 +36,8 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]
-_PASSES: Final = (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE)
+_REPEATED: Final = (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER)
+"""Kinds of blocks that every microbatch runs."""
 _CHUNK: Final = 64
 """Cells of a chunk: few enough to add them up anew where one changed, so many that chunks are few."""
 
@@ -155,7 +156,7 @@ def make_units(
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
-        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table.kind),
+        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table.kind, microbatches),
     )  # fmt: skip
 
 
@@ -230,9 +231,9 @@ def _unpacked(
     return found[0], found[1]
 
 
-def _ready(kind: npt.NDArray[Any]) -> Numbers:
-    """``Units.ready``. Other blocks run once for all microbatches."""
-    follows = np.isin(np.roll(kind, 1), _PASSES)
+def _ready(kind: npt.NDArray[Any], microbatches: int) -> Numbers:
+    """``Units.ready``. Blocks that run once for all microbatches are no place for what each of them puts together."""
+    follows = np.isin(np.roll(kind, 1), _REPEATED) | (microbatches == 1)
     follows[:1] = False
     return (2 * np.arange(len(kind)) - follows).astype(np.uint32)
 
