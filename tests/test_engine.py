@@ -65,7 +65,8 @@ class Walk:
             proposed[b] = case.arena.add(block)
         segments = case.arena.segments()
         expected = oracle(case, segments, numbers(proposed)).makespan
-        limit = case.random.choice((self.most, self.makespan, int(self.makespan * 1.02))) if limits else self.most
+        among = self.most, self.makespan, int(self.makespan * 1.02), expected, expected - 1
+        limit = case.random.choice(among) if limits else self.most
         ticks = self.engine.propose(segments, numbers(proposed), numbers(list(change)), limit)
         if ticks != LATE and case.random.random() < 0.5:
             self.engine.accept()
@@ -384,8 +385,8 @@ def test_a_snapshot_that_is_wrong_is_noticed(spoil: Callable[[State], None]) -> 
     for seed in range(30):
         case = make_case(1000 + seed, blocks=6)
         walk = Walk(case, Engine(case.schedule, case.machine))
-        none, segment = numbers([]), numbers(walk.segment)
-        assert walk.engine.propose(case.arena.segments(), segment, none) == walk.makespan
+        same, segment = numbers([0]), numbers(walk.segment)  # a block with the rows that it has: snapshots are made
+        assert walk.engine.propose(case.arena.segments(), segment, same) == walk.makespan
         spoil(walk.engine.state)
         try:
             ticks, expected, _ = walk.propose(limits=False)

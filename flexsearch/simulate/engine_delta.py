@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.compiled import ONE, U32, U64, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
-from flexsearch.simulate.engine_run import enter, is_late, is_over, next_tick, run_to
+from flexsearch.simulate.engine_late import is_late
+from flexsearch.simulate.engine_run import enter, is_over, next_tick, run_to
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
 from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, save
 
@@ -65,6 +66,26 @@ def _add_work(state: State, segments: Segments, block: Any, segment: Any, sign: 
 
 
 @lean
+def _put(state: State, segments: Segments, block: Any, segment: Any) -> None:
+    """Give a block a segment."""
+    state.segment[block] = segment
+    table = np.uint64(segments.device_steps[segment])
+    for word in range(np.uint64(state.busy.shape[1])):
+        state.busy[block, word] = ZERO
+    for d in range(np.uint64(state.devices.clock.shape[0])):
+        runs = state.runs[np.uint64(state.schedule.group[d]), block] > 0
+        if runs and segments.step_first[table + d] < segments.step_first[table + d + ONE]:
+            state.busy[block, d >> np.uint64(6)] |= ONE << (d & np.uint64(63))
+
+
+@lean
+def _keep_busy(source: U64, target: U64, block: Any) -> None:
+    """Copy which devices have steps in a block."""
+    for word in range(np.uint64(source.shape[1])):
+        target[block, word] = source[block, word]
+
+
+@lean
 def _has_room(state: State, segments: Segments, block: Any, segment: Any) -> Any:
     rows = np.uint64(segments.communication_last[segment]) - np.uint64(segments.communication_first[segment])
     return rows <= state.capacity[block]
@@ -104,13 +125,15 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
     kept.new_compute[:] = 0
     kept.new_carry[:] = 0
     kept.visit_window[:] = 0
-    kept.changes[0], kept.valid[0] = ZERO, 0
+    kept.changes[0], kept.valid[0], state.path.doubt[0] = ZERO, 0, NEVER
     state.reference[0] = ZERO
     for block in range(np.uint64(segment_of_block.shape[0])):
         segment = np.uint64(segment_of_block[block])
         if not _has_room(state, segments, block, segment):
             return -ROOM
-        state.segment[block] = kept.segment[block] = segment
+        _put(state, segments, block, segment)
+        kept.segment[block] = segment
+        _keep_busy(state.busy, kept.busy, block)
         _add_work(state, segments, block, segment, 1)
     chunk = np.int64(1)
     for d in range(np.uint64(kept.new_compute.shape[0])):
@@ -160,7 +183,7 @@ def _run_window(state: State, segments: Segments, end: Any, chunk: Any, limit: A
         run_to(state, segments, stop)
         if state.trouble[0] > 0:
             return -np.int64(state.trouble[0])
-        if is_late(state, limit):
+        if is_late(state, segments, limit):
             return np.int64(LATE)
         over = is_over(state)
         if state.trouble[0] > 0:
@@ -309,10 +332,13 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
     another proposal rejects it, too."""
     kept = state.kept
     reject(state)
+    if count == 0:
+        return kept.makespan[0] if kept.makespan[0] <= limit else np.int64(LATE)
     copy(kept.new_compute, kept.total_compute)
     copy(kept.new_carry, kept.total_carry)
     while True:  # at most twice: there may be no snapshots yet
         starts, first, forbidden, most = kept.valid[0] == 0, ZERO, (ONE << _WINDOWS) - ONE, _MOST
+        state.path.doubt[0] = NEVER
         if starts:
             _begin_again(state)
         else:
@@ -323,12 +349,14 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
             while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
                 first += ONE
             _go_back(state, first)
-            if first < _WINDOWS and is_late(state, most):
+            if state.path.ordered[0]:
+                state.path.doubt[0], state.path.run[0] = most - kept.makespan[0], forbidden
+            if first < _WINDOWS and is_late(state, segments, most):
                 return np.int64(LATE)
         result = _go_through(state, segments, first, forbidden, starts, most)
         if not starts or result < 0:
             return result
-        accept(state)
+        _settle(state)
         kept.valid[0], kept.accepted[0] = 1, ZERO
 
 
@@ -350,7 +378,7 @@ def _change(state: State, segments: Segments, segment_of_block: U32, changed: U3
         kept.changes[0] += ONE
         _add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
         _add_work(state, segments, block, segment, 1)
-        state.segment[block] = segment
+        _put(state, segments, block, segment)
         forbidden |= kept.touched[block]
     return forbidden
 
@@ -386,6 +414,7 @@ def reject(state: State) -> None:
     for j in range(kept.changes[0]):
         block = np.uint64(kept.changed[j])
         state.segment[block] = kept.segment[block]
+        _keep_busy(kept.busy, state.busy, block)
     kept.changes[0] = ZERO
 
 
@@ -403,10 +432,18 @@ def _shift_hosts(state: State, k: Any) -> None:
 @lean
 def accept(state: State) -> None:
     """Make the last proposal the plan at hand. Its makespan must have been returned."""
+    if state.kept.changes[0] > ZERO:
+        _settle(state)
+
+
+@lean
+def _settle(state: State) -> None:
+    """Keep what the last run brought."""
     kept = state.kept
     for j in range(kept.changes[0]):
         block = np.uint64(kept.changed[j])
         kept.segment[block] = state.segment[block]
+        _keep_busy(state.busy, kept.busy, block)
         for m in range(np.uint64(state.schedule.microbatches[0])):
             first = m * state.places[0] + state.first[block]
             for place in range(first, first + state.capacity[block]):

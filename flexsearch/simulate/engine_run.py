@@ -92,6 +92,7 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
     ends, followed = np.uint64(schedule.block_last[action]), d == state.reference[0]
     hosted, host, slack = state.machine.hosted[0] == 1, devices.host[d], np.int64(NEVER)
+    word, bit = d >> np.uint64(6), d & np.uint64(63)
     while True:
         table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
         first, last = np.uint64(segments.step_first[table]), np.uint64(segments.step_first[table + ONE])
@@ -126,8 +127,14 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
             break
         block, done = block + ONE, ZERO
         # Most blocks are run for every microbatch: no need to ask ``enter`` for the next one.
-        if block < ends and not followed and (single or schedule.once[block] | schedule.last[block] == 0):
+        here = False
+        while block < ends and not followed and (single or schedule.once[block] | schedule.last[block] == 0):
             state.kept.new_touched[block] |= window
+            if (state.busy[block, word] >> bit) & ONE == ONE:
+                here = True
+                break
+            block += ONE
+        if here:
             continue
         devices.clock[d] = clock
         enters = enter(state, d, action, block)
@@ -408,21 +415,3 @@ def is_over(state: State) -> Any:
     if waits:
         state.trouble[0] = DEADLOCK
     return True
-
-
-@lean
-def is_late(state: State, limit: Any) -> Any:
-    """Whether the makespan is certainly above the limit: what is left to be computed by a device, or carried by a link,
-    does not fit."""
-    kept, now = state.kept, state.now[0]
-    if state.latest[0] > limit:
-        return True
-    for d in range(np.uint64(state.devices.clock.shape[0])):
-        left = kept.new_compute[d] - state.computed[d]
-        if left > 0 and max(now, state.devices.clock[d]) + left > limit:
-            return True
-    for r in range(np.uint64(state.free.shape[0])):
-        left = kept.new_carry[r] - state.carried[r]
-        if left > 0 and max(now, state.free[r]) + left > limit:
-            return True
-    return False

@@ -108,11 +108,12 @@ class Snapshots(NamedTuple):
 class Kept(NamedTuple):
     """What is known of the plan at hand, and of the proposal (``new_``).
 
-    By block: ``segment``, ``touched`` (bit k: something of it happens in window k). By window: ``horizon`` (tick at its
-    start), ``snapshot``, ``work`` (which version is that of the plan at hand: of the snapshot at its start, of the work
-    done in it), ``new_snapshot`` (1: the proposal has one of its own), ``log_first``, ``log_last`` (rows of
-    ``log``: places of the communications that the proposal serves in it). By place: ``window`` (1 + the window in which
-    it is served, 0: in none). ``total_compute`` (by device), ``total_carry`` (by resource): ticks of work in the plan.
+    By block: ``segment``, ``busy`` (as in ``State``), ``touched`` (bit k: something of it happens in window k). By
+    window: ``horizon`` (tick at its start), ``snapshot``, ``work`` (which version is that of the plan at hand: of the
+    snapshot at its start, of the work done in it), ``new_snapshot`` (1: the proposal has one of its own),
+    ``log_first``, ``log_last`` (rows of ``log``: places of the communications that the proposal serves in it). By
+    place: ``window`` (1 + the window in which it is served, 0: in none). ``total_compute`` (by device),
+    ``total_carry`` (by resource): ticks of work in the plan.
     ``makespan``: (1,). ``taken``: (1,) bit k: the proposal goes through window k as the plan at hand does.
     ``host_shift``: by window and device, how much later the proposal's host is at its start than in the plan at hand,
     beside the shift of the window; it counts where bit k of ``host_shifted`` ((1,)) is set.
@@ -125,6 +126,7 @@ class Kept(NamedTuple):
     """
 
     segment: U32
+    busy: U64
     touched: U64
     new_touched: U64
     horizon: I64
@@ -184,6 +186,24 @@ class Fold(NamedTuple):
 
 
 @packed
+class Path(NamedTuple):
+    """The longest path to the end (``engine_late``). By device: ``left``, ticks from where it stands; ``block``, where
+    that is. ``run``: (1,) bit k: window k must be run. ``after``: by
+    place, ticks from the end of a communication on, of what is pending or of a block from ``first`` ((1,)) on.
+    ``doubt``: (1,) ticks by which the reference device must be later than in the plan at hand for the path to be worked
+    out. ``ordered``: (1,) whether all devices run their blocks in the order of their numbers, for one microbatch: else
+    there is none."""
+
+    left: I64
+    block: U32
+    run: U64
+    after: I64
+    first: U64
+    doubt: I64
+    ordered: U8
+
+
+@packed
 class Record(NamedTuple):
     """Where start and end of every row are written down. ``computation_first``: by block, place of its computations.
     ``computations``: (1,) places of one microbatch. ``start``, ``end``: by place of a communication, ``begin``,
@@ -200,7 +220,8 @@ class Record(NamedTuple):
 
 @packed
 class State(NamedTuple):
-    """All of an engine. ``segment``: by block, of the plan that is run. ``runs``: by group of devices and block, how
+    """All of an engine. ``segment``: by block, of the plan that is run; ``busy``: by block, 64 devices a word, bit by
+    bit, those that have steps in it. ``runs``: by group of devices and block, how
     often a device runs it. ``first``, ``capacity``: by block, its first
     place and how many it has; ``places``: (1,) places of one microbatch. By place: ``stamp`` (the run that wrote
     ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
@@ -217,8 +238,10 @@ class State(NamedTuple):
     snapshots: Snapshots
     kept: Kept
     fold: Fold
+    path: Path
     record: Record
     segment: U32
+    busy: U64
     runs: U32
     first: U64
     capacity: U64
@@ -279,8 +302,13 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
             begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1), jumped=_ticks(1),
             enabled=np.array([fold and microbatches >= 4], np.uint8),
         ),
+        path=Path(
+            left=_ticks(devices), block=_numbers(devices), run=_counts(1), after=_ticks(places), first=_counts(1),
+            doubt=_ticks(1), ordered=np.array([_is_ordered(schedule)], np.uint8),
+        ),
         record=Record(_counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1)),
-        segment=_numbers(blocks), runs=_runs(schedule), first=(np.cumsum(capacity) - capacity).astype(np.uint64),
+        segment=_numbers(blocks), busy=_counts(blocks, (devices + 63) // 64), runs=_runs(schedule),
+        first=(np.cumsum(capacity) - capacity).astype(np.uint64),
         capacity=capacity,
         places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
         free=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources), pending_count=_counts(1),
@@ -306,7 +334,8 @@ def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
 def _kept(schedule: Schedule, devices: int, blocks: int, resources: int, table: int) -> Kept:
     visit_first, visits = _visits(schedule)
     return Kept(
-        segment=_numbers(blocks), touched=_counts(blocks), new_touched=_counts(blocks), horizon=_ticks(WINDOWS + 1),
+        segment=_numbers(blocks), busy=_counts(blocks, (devices + 63) // 64), touched=_counts(blocks),
+        new_touched=_counts(blocks), horizon=_ticks(WINDOWS + 1),
         new_horizon=_ticks(WINDOWS + 1), snapshot=_flags(WINDOWS + 1), new_snapshot=_flags(WINDOWS + 1),
         work=_flags(WINDOWS + 1), log_first=_counts(WINDOWS), log_last=_counts(WINDOWS), log=_numbers(table),
         window=_flags(table), total_compute=_ticks(devices), new_compute=_ticks(devices),
@@ -329,6 +358,13 @@ def _visits(schedule: Schedule) -> tuple[U64, int]:
             visits += int(schedule.block_last[action]) - int(schedule.block_first[action])
         most = max(most, visits)
     return first, most
+
+
+def _is_ordered(schedule: Schedule) -> bool:
+    """Whether all devices run their blocks in the order of their numbers, for one microbatch."""
+    actions = zip(schedule.action_first.tolist(), schedule.action_last.tolist(), strict=True)
+    after = (schedule.block_first[first + 1 : last] >= schedule.block_last[first : last - 1] for first, last in actions)
+    return int(schedule.microbatches[0]) == 1 and all(bool(each.all()) for each in after)
 
 
 def _runs(schedule: Schedule) -> U32:

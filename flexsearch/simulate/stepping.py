@@ -42,6 +42,7 @@ class Run:
             state = state._replace(record=make_record(rows.schedule, rows.segments, rows.segment))
         self.state: State = state
         self.state.segment[:] = rows.segment
+        self.state.busy[:] = np.iinfo(np.uint64).max  # whoever has steps there or not
         self._scaled, self._device = _computing(rows)
         schedule = rows.schedule
         first, last = (column[schedule.group] for column in (schedule.action_first, schedule.action_last))
