@@ -43,9 +43,10 @@ def accumulated(
     each as soon as it is there, so that no more than one of them is beside the sums."""
     sums = [values[slot] if in_place else None for slot, in_place in places]
     for leaf, total in zip(leaves, sums, strict=True):
-        if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
-            leaf.data = total  # without memory of its own: autograd wants one laid out alike
-        leaf.grad = total
+        if total is not None:
+            if leaf.untyped_storage().nbytes() < leaf.nbytes:
+                leaf.data = total  # without memory of its own: autograd wants one laid out alike
+            leaf.grad = total
     accumulate(outputs, gradients)
     made: list[Tensor | None] = []
     for leaf, total in zip(leaves, sums, strict=True):
