@@ -308,7 +308,7 @@ class _Probe:
         for _ in range(8 * self.effort.repeats):  # in turn, as the machine may be slower later
             taken.append([max(self.gather(step(*way))) for way in ways])
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
-        return max(0.0, waiting - whole) / (2 * PARTS), max(0.0, going_on - whole) / (2 * PARTS)
+        return max(0.0, waiting - whole) / PARTS, max(0.0, going_on - whole) / PARTS
 
 
 def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:
