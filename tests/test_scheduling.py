@@ -38,16 +38,24 @@ def test_all_threads_run_as_batch_jobs_but_those_with_a_policy_of_their_own() ->
 
 JOIN = """
 import os
+from pathlib import Path
 from flexsearch.runtime.group import join
+from flexsearch.runtime.wire import process_group
 from flexsearch.topology import Topology
 join(Topology.load("ethernet-1g:1"), 30.0)
-print({os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")} == {os.SCHED_BATCH}, flush=True)
+process_group((0,))
+threads = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+watching = {thread for thread, name in threads.items() if name == "gloo_tcp_loop"}
+usual = os.getpriority(os.PRIO_PROCESS, 0)
+behind = {thread for thread in threads if os.getpriority(os.PRIO_PROCESS, thread) == usual + 5}
+print({os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}, len(watching) > 1, watching == behind,
+      flush=True)
 """
 
 
 @batch
-def test_a_rank_on_a_cpu_does_so_and_gloos_threads_with_it() -> None:
-    assert printed(JOIN) == ["True"]
+def test_a_rank_on_a_cpu_does_so_and_gloos_threads_that_watch_connections_come_behind_the_others() -> None:
+    assert printed(JOIN) == ["True"] * 3
 
 
 def printed(script: str) -> list[str]:
