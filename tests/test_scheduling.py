@@ -39,9 +39,11 @@ def test_all_threads_run_as_batch_jobs_but_those_with_a_policy_of_their_own() ->
 JOIN = """
 import os
 from pathlib import Path
+import torch.distributed as dist
 from flexsearch.runtime.group import join
 from flexsearch.runtime.wire import process_group
 from flexsearch.topology import Topology
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 join(Topology.load("ethernet-1g:1"), 30.0)
 process_group((0,))
 threads = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
@@ -50,6 +52,7 @@ usual = os.getpriority(os.PRIO_PROCESS, 0)
 behind = {thread for thread in threads if os.getpriority(os.PRIO_PROCESS, thread) == usual + 5}
 print({os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}, len(watching) > 1, watching == behind,
       flush=True)
+dist.destroy_process_group()
 """
 
 
