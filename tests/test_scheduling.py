@@ -37,15 +37,17 @@ def test_all_threads_run_as_batch_jobs_but_those_with_a_policy_of_their_own() ->
 
 
 JOIN = """
-import os
+import os, time
 from pathlib import Path
 import torch.distributed as dist
+from flexsearch.ranks import prefer_throughput
 from flexsearch.runtime.group import join
-from flexsearch.runtime.wire import process_group
 from flexsearch.topology import Topology
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 join(Topology.load("ethernet-1g:1"), 30.0)
-process_group((0,))
+dist.new_group([0])
+time.sleep(0.2)  # its threads have yet to take their names
+prefer_throughput()
 threads = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
 watching = {thread for thread, name in threads.items() if name == "gloo_tcp_loop"}
 usual = os.getpriority(os.PRIO_PROCESS, 0)
