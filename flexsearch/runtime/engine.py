@@ -145,9 +145,10 @@ class Engine:
     def _joined(self, actions: Sequence[Action | None]) -> Iterator[Action]:
         """The actions of a step; loads that follow each other are one, as there is one for each weight."""
         rows = zip(self.program.instructions, actions, strict=True)
-        for load, run in groupby(rows, lambda row: isinstance(row[0], Load)):
-            if load:
-                yield self._loads([instruction for instruction, _ in run])
+        for _, group in groupby(rows, lambda row: isinstance(row[0], Load)):
+            run = list(group)
+            if loads := [instruction for instruction, _ in run if isinstance(instruction, Load)]:
+                yield self._loads(loads)
             else:
                 yield from (action for _, action in run if action is not None)
 
