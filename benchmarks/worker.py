@@ -249,7 +249,6 @@ def measure(job: Job) -> dict[str, Measured]:
 
 
 def _warm(variant: Variant, job: Job) -> Variant:
-    prefer_throughput()  # as ``parallelize`` does: groups of PyTorch's own parts gain by it, too
     variant.turn(job.warmup)
     gc.collect()  # or the full pass that building leads to, 0.2 s, falls into a turn
     variant.sent = variant.payload = variant.steps = 0
@@ -280,7 +279,7 @@ def main(arguments: list[str]) -> None:
     """Join the other ranks, run the job, and leave the result of rank 0 for what started it, or print it."""
     job = Job(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     torch.set_num_threads(1)
-    prefer_throughput()
+    prefer_throughput()  # as ``parallelize`` does: PyTorch's own parts gain by it, too
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     results, rank = measure(job), dist.get_rank()
     dist.destroy_process_group()

@@ -11,10 +11,6 @@ from typing import Any, Final
 FOLDER: Final = "FLEXSEARCH_RUN"
 """Environment variable that names the folder where the ranks that flexsearch starts on one machine meet, and leave
 results and errors."""
-_WATCHING: Final = "gloo_tcp_loop"
-"""What gloo calls threads that watch connections."""
-_BEHIND: Final = 5
-"""So much "nicer" they are than others: a quarter of the processor, where both have work."""
 
 
 def is_rank() -> bool:
@@ -37,27 +33,19 @@ def rendezvous() -> dict[str, Any]:
 
 
 def prefer_throughput() -> None:
-    """Have Linux schedule the threads of this process, and those they start, as a batch job, and gloo's threads that
-    watch connections behind the others. To be called again when there are more of these.
+    """Have Linux schedule the threads of this process, and those they start, as a batch job.
 
     Where ranks have a core each, gloo's threads wake up beside the one that computes. With the default policy these
     preempt each other: on Linux 6.18 an all-reduce of 128 KB between two ranks took 1.6 ms on average (4 ms, a tick, in
-    the slowest tenth), as a batch job 0.2 ms. And a thread that watches connections spins while another one holds a
-    connection's lock to send, also where it has taken the core from that one, to the next tick: sharded data
-    parallelism of a small Llama took 41 ms on two cores, and takes 37 since these threads get less of the processor.
+    the slowest tenth), as a batch job 0.2 ms.
     """
     if not hasattr(os, "SCHED_BATCH"):  # not Linux
         return
-    usual = os.getpriority(os.PRIO_PROCESS, 0)
     for thread in Path("/proc/self/task").iterdir():
-        number = int(thread.name)
         # Gone meanwhile, not allowed, or under a policy that the user has chosen.
         with suppress(OSError):
-            if os.sched_getscheduler(number) == os.SCHED_OTHER:
-                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
-            watches = (thread / "comm").read_text(encoding="utf-8").strip() == _WATCHING
-            if watches and os.getpriority(os.PRIO_PROCESS, number) == usual:
-                os.setpriority(os.PRIO_PROCESS, number, usual + _BEHIND)
+            if os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def kernel_identity() -> str:

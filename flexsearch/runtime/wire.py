@@ -24,7 +24,6 @@ from flexsearch.graph import Box, volume
 from flexsearch.graph.images import images
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
-from flexsearch.ranks import prefer_throughput
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.instructions import Post, Start, Wait
@@ -39,8 +38,6 @@ def process_group(ranks: tuple[int, ...], timeout: timedelta | None = None) -> d
     key = dist.group.WORLD, ranks
     if key not in _groups:
         _groups[key] = dist.new_group(list(ranks), timeout=timeout)
-        if dist.get_backend() == "gloo":
-            prefer_throughput()  # this group has threads of its own
     return _groups[key]
 
 
