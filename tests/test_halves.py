@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexsearch import backward
 from flexsearch.cost import Costs
 from flexsearch.cost.costed import Costed
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower
-from flexsearch.runtime import backward
 from flexsearch.runtime.body import Call, body_of
 from flexsearch.runtime.instructions import Load
 from flexsearch.runtime.layers import Layer, layers_of

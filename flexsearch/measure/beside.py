@@ -15,6 +15,9 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from flexsearch.backward import entry_of, gradients_of, handed_over
 
 PARTS: Final = 16
 """Of the network, each of which is computed once forward and once backward."""
@@ -52,21 +55,26 @@ class Network:
         self._rows = torch.ones(256, 128)
 
     def step(self, between: Between | None = None) -> None:
-        """A forward and a backward pass. ``between`` is given each part's result and each gradient of its operand,
-        and returns them: it cuts the passes into calls of autograd of their own."""
-        x, passes = self._rows.clone().requires_grad_(), []
-        leaf = x
-        for part, weights in self._parts:
+        """A forward and a backward pass. With ``between``, both are cut behind every part, as those of ranks are where
+        they communicate in one of them: it is given the results of every other part, and of the rest the gradients of
+        their operands, and returns them. So there is one call of it for each part."""
+        x = leaf = self._rows.clone().requires_grad_()
+        passes: list[tuple[GradientEdge, list[Tensor]]] = []
+        wanted = [leaf]
+        for k, (part, weights) in enumerate(self._parts):
             x = part(x, weights)
-            if between is not None:
-                passes.append((x, [leaf, *weights]))
-                x = leaf = between(x).requires_grad_()
-        if between is None:
-            passes = [(x, [leaf, *(weight for _, weights in self._parts for weight in weights)])]
-        gradient = self._rows
-        for computed, wanted in reversed(passes):
-            gradient = torch.autograd.grad(computed, wanted, gradient)[0]
-            if between is not None:
+            wanted += weights
+            if between is not None or k == PARTS - 1:
+                edge = entry_of(x)
+                assert edge is not None
+                passes.append((edge, wanted))
+                x = leaf = (between(x) if between is not None and k % 2 else x).detach().requires_grad_()
+                wanted = [leaf]
+        gradient: Tensor | None = self._rows
+        for k, (edge, wanted) in reversed(tuple(enumerate(passes))):
+            assert gradient is not None
+            gradient = gradients_of([edge], [handed_over(gradient, edge)], wanted, False)[0]
+            if between is not None and gradient is not None and not k % 2:
                 gradient = between(gradient)
 
     def steps_s(self, count: int) -> float:

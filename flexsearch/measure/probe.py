@@ -41,6 +41,9 @@ from flexsearch.topology.parts import FORMS, ONE_CALL
 MEBI = 2**20
 MOST: Final = {"gloo": 24, "nccl": 256}
 """MiB that a measured transfer moves at most. gloo: about a bucket of gradients."""
+MORE: Final = 5
+MORE_S: Final = 0.6
+"""So many times as often as other things a form is measured, unless that takes longer."""
 BESIDE: Final = (2, 8)
 """Ranks compute so many times as long as a communication takes that takes time from it, as it is slower then; the
 second where it has not come to its end in that time."""
@@ -247,12 +250,15 @@ class _Probe:
         return self.timed(nbytes, lambda meanwhile: max(self.gather(self.transfers.send(moves, finish, meanwhile))))
 
     def timed(self, nbytes: int, move: Callable[[Meanwhile], float]) -> FormTime:
-        """What a form takes, of several times that ``move`` carries it out on all ranks."""
-        taken = []
-        for _ in range(self.effort.repeats):
+        """What a form usually takes, of several times that ``move`` carries it out on all ranks: gloo's threads and
+        those of ranks get into each other's way in some of them, in steps of training, too."""
+        taken: list[tuple[float, ...]] = []
+        while len(taken) < self.effort.repeats or (
+            len(taken) < MORE * self.effort.repeats and sum(seconds for seconds, *_ in taken) < MORE_S
+        ):
             seconds, copies = move(_nothing), self.gather((self.transfers.copying_s, self.transfers.packing_s))
             taken.append((seconds, *map(median, zip(*copies, strict=True))))
-        seconds, copying, packing = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
+        seconds, copying, packing = map(median, zip(*taken, strict=True))
         if self.backend == "nccl":  # its kernels take no processor time
             return FormTime(nbytes, seconds)
         for times in BESIDE:
@@ -308,7 +314,7 @@ class _Probe:
         for _ in range(8 * self.effort.repeats):  # in turn, as the machine may be slower later
             taken.append([max(self.gather(step(*way))) for way in ways])
         whole, waiting, going_on = (_undisturbed(list(column)) for column in zip(*taken, strict=True))
-        return max(0.0, waiting - whole) / (2 * PARTS), max(0.0, going_on - whole) / (2 * PARTS)
+        return max(0.0, waiting - whole) / PARTS, max(0.0, going_on - whole) / PARTS
 
 
 def schedule(places: Sequence[str], alone: int) -> list[list[Pair]]:

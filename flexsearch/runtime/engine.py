@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Engine:
         self._delivered: set[int] = set()
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
         actions = [self._action(instruction) for instruction in program.instructions]
-        self._actions = [action for action in actions if action is not None]
+        self._actions = list(self._joined(actions))
         self._all_actions = [action or _nothing for action in actions]
 
     def step(self, inputs: Mapping[str, tuple[Box, Tensor]]) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ class Engine:
             case Free():
                 return self._free(instruction)
             case Load():
-                return self._load(instruction)
+                return self._loads([instruction])
             case Fetch():
                 return self._fetch(instruction)
             case Deliver():
@@ -142,6 +143,16 @@ class Engine:
             case Update():
                 return lambda: self.update()
         raise AssertionError(f"no such instruction: {instruction}")
+
+    def _joined(self, actions: Sequence[Action | None]) -> Iterator[Action]:
+        """The actions of a step; loads that follow each other are one, as there is one for each weight."""
+        rows = zip(self.program.instructions, actions, strict=True)
+        for _, group in groupby(rows, lambda row: isinstance(row[0], Load)):
+            run = list(group)
+            if loads := [instruction for instruction, _ in run if isinstance(instruction, Load)]:
+                yield self._loads(loads)
+            else:
+                yield from (action for _, action in run if action is not None)
 
     def _runner(self, segment: int, microbatch: int) -> SegmentRunner:
         key = segment, microbatch
@@ -163,19 +174,22 @@ class Engine:
 
         return run
 
-    def _load(self, instruction: Load) -> Action:
-        values, slot, weight = self._values, instruction.slot, self.weights[instruction.name]
-        tensor = self.lowered.graph.tensor[instruction.name]
-        dtype, trained = dtype_of(tensor.dtype), tensor.floating
-        lasting: Tensor | None = None
+    def _loads(self, instructions: Sequence[Load]) -> Action:
+        values, rows = self._values, []
+        for instruction in instructions:
+            tensor = self.lowered.graph.tensor[instruction.name]
+            rows.append((instruction.slot, self.weights[instruction.name], dtype_of(tensor.dtype), tensor.floating))
+        lasting = [(-1, torch.empty(0))] * len(rows)
+        """Of each weight, where its memory is, and the leaf that stands for it."""
 
         def run() -> None:
-            nonlocal lasting
-            leaf = lasting
-            if leaf is None or leaf.data_ptr() != weight.data_ptr():  # the first step, or somebody has set its data
-                leaf = weight.detach().to(dtype).requires_grad_(trained)
-                lasting = leaf if leaf.data_ptr() == weight.data_ptr() else None  # no copy in another precision
-            values[slot] = leaf
+            for k, (slot, weight, dtype, trained) in enumerate(rows):
+                place, leaf = lasting[k]
+                if weight.data_ptr() != place:  # the first step, or somebody has set its data
+                    leaf = weight.detach().to(dtype).requires_grad_(trained)
+                    if leaf.data_ptr() == weight.data_ptr():  # no copy in another precision
+                        lasting[k] = weight.data_ptr(), leaf
+                values[slot] = leaf
 
         return run
 

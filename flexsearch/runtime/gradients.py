@@ -9,30 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from flexsearch.runtime.backward import accumulate
+from flexsearch.backward import accumulate
 from flexsearch.runtime.instructions import Slot
 from flexsearch.runtime.stored import Stored
-
-HANDED_OVER_BYTES = 1 << 14
-"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
-
-
-def entry_of(result: Tensor) -> GradientEdge | None:
-    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
-    it has none."""
-    if not result.requires_grad:
-        return None
-    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
-
-
-def handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
-    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
-    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
-    held = [gradient]
-    entry.node.register_prehook(lambda _: (held.pop(),))
-    return gradient.new_empty(()).expand(gradient.shape)
 
 
 def accumulated(
@@ -43,9 +24,10 @@ def accumulated(
     each as soon as it is there, so that no more than one of them is beside the sums."""
     sums = [values[slot] if in_place else None for slot, in_place in places]
     for leaf, total in zip(leaves, sums, strict=True):
-        if total is not None and leaf.untyped_storage().nbytes() < leaf.nbytes:
-            leaf.data = total  # without memory of its own: autograd wants one laid out alike
-        leaf.grad = total
+        if total is not None:
+            if leaf.untyped_storage().nbytes() < leaf.nbytes:
+                leaf.data = total  # without memory of its own: autograd wants one laid out alike
+            leaf.grad = total
     accumulate(outputs, gradients)
     made: list[Tensor | None] = []
     for leaf, total in zip(leaves, sums, strict=True):

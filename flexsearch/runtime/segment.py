@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from flexsearch.backward import HANDED_OVER_BYTES, entry_of, gradients_of, handed_over
 from flexsearch.graph import Box
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KernelContext, build_kernel, released_weights
@@ -21,9 +22,8 @@ from flexsearch.graph.ops.local import in_types
 from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
-from flexsearch.runtime.backward import gradients_of
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
-from flexsearch.runtime.gradients import HANDED_OVER_BYTES, accumulated, add, empty, entry_of, handed_over
+from flexsearch.runtime.gradients import accumulated, add, empty
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.layers import Layer, layers_of

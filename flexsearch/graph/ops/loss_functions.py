@@ -14,8 +14,9 @@ PARTS: Final = {"cpu": 16, "cuda": 8}
 """Scores are read in so many parts, by kind of device: a GPU's host has to launch each."""
 LEAST_BYTES: Final = {"cpu": 1 << 18, "cuda": 1 << 25}
 """A part has at least so many: fewer are not worth the calls."""
-WORTH_BYTES: Final = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""Least scores for which their memory is worth the host's time: PyTorch's own function takes fewer calls."""
+WORTH_BYTES: Final = {"cpu": 1 << 18, "cuda": 1 << 20}
+"""Least scores for which their memory is worth the time: PyTorch's own function takes fewer calls, and half as long
+where scores stay in the caches (``docs/runtime.md``)."""
 
 
 class ClassLosses(torch.autograd.Function):
@@ -30,23 +31,25 @@ class ClassLosses(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, classes: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(scores, classes)
         ctx.ignored, ctx.dtype = ignored, dtype
-        losses = scores.new_empty(len(scores), dtype=dtype)
+        losses = []
         for a, b in _parts(scores, dtype):
             logarithms = torch.log_softmax(scores[a:b], 1, dtype=dtype)
-            losses[a:b] = F.nll_loss(logarithms, classes[a:b], ignore_index=ignored, reduction="none")
-        return losses
+            losses.append(F.nll_loss(logarithms, classes[a:b], ignore_index=ignored, reduction="none"))
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scores, classes = ctx.saved_tensors
         made = torch.empty_like(scores, memory_format=torch.contiguous_format)
-        counts = classes != ctx.ignored
-        gradient, there = torch.where(counts, gradient, 0)[:, None], torch.where(counts, classes, 0)[:, None]
-        less = gradient.new_tensor(-1.0).expand_as(there)
+        out = classes == ctx.ignored
+        gradient, there = gradient.masked_fill(out, 0)[:, None], classes.masked_fill(out, 0)[:, None]
+        less = -gradient
         for a, b in _parts(scores, ctx.dtype):
             part = _probabilities(scores[a:b], made[a:b], ctx.dtype)
-            torch.mul(part.scatter_add_(1, there[a:b], less[a:b]), gradient[a:b], out=made[a:b])
+            part.mul_(gradient[a:b]).scatter_add_(1, there[a:b], less[a:b])
+            if part.dtype != made.dtype:
+                made[a:b] = part
         return made, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Calls of autograd's engine.
+"""Calls of autograd's engine, and how gradients enter them.
 
 ``torch.autograd.grad`` checks its arguments in Python, which takes about 15 us a call; a step of a small model that is
 split makes a hundred calls, always of the same tensors. The engine behind it is private to PyTorch, and called in this
@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 _ENGINE: Callable[..., Any] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
 )
+HANDED_OVER_BYTES = 1 << 14
+"""Least bytes of a gradient that autograd is made the only holder of: a smaller one is not worth the host's time."""
 
 
 def gradients_of(
@@ -39,3 +41,19 @@ def accumulate(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> 
         torch.autograd.backward(outputs, gradients)
     else:
         _ENGINE(tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def entry_of(result: Tensor) -> GradientEdge | None:
+    """Where the gradient of a result enters: if it may be handed over, a node that nothing but that goes through. None:
+    it has none."""
+    if not result.requires_grad:
+        return None
+    return get_gradient_edge(result.view_as(result) if result.nbytes >= HANDED_OVER_BYTES else result)
+
+
+def handed_over(gradient: Tensor, entry: GradientEdge) -> Tensor:
+    """Something of the shape of a gradient, without memory, in place of which autograd gets the gradient itself: it
+    keeps what it is called with to its end, but lets go of what it gets on its way once that is used."""
+    held = [gradient]
+    entry.node.register_prehook(lambda _: (held.pop(),))
+    return gradient.new_empty(()).expand(gradient.shape)
