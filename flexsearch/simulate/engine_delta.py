@@ -12,13 +12,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U32, U64, ZERO, lean
+from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
-from flexsearch.lower.rows import COMPUTE, NEVER, Segments
+from flexsearch.lower.rows import NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
 from flexsearch.simulate.engine_late import is_late
 from flexsearch.simulate.engine_run import enter, is_over, next_tick, run_to
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
+from flexsearch.simulate.engine_work import add_work, has_room, keep_busy, put_segment
 from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, save
 
 LATE: Final = NEVER
@@ -31,64 +32,6 @@ _STALE: Any = np.uint64(128)
 then they are of unequal lengths."""
 _NOTHING: Final = -(2**62)
 """Latest end in a window in which nothing ends."""
-
-
-# ---- what there is to do
-
-
-@lean
-def _add_work(state: State, segments: Segments, block: Any, segment: Any, sign: Any) -> None:
-    """Add (or take away) the work in a segment: ticks of computing by device, ticks of carrying by resource."""
-    kept, contended = state.kept, state.machine.contended[0]
-    table, most = np.uint64(segments.device_steps[segment]), np.uint32(0)
-    for group in range(np.uint64(state.runs.shape[0])):
-        most = max(most, state.runs[group, block])
-    first = np.uint64(segments.step_first[table])
-    for d in range(np.uint64(state.devices.clock.shape[0])):
-        last, ticks = np.uint64(segments.step_first[table + d + ONE]), np.int64(0)
-        if first == last:  # most devices have no part in most blocks of a pipeline
-            continue
-        for step in range(first, last):
-            if segments.step_kind[step] == COMPUTE:
-                ticks += segments.step_ticks[step]
-        first = last
-        ticks *= sign * np.int64(state.runs[np.uint64(state.schedule.group[d]), block])
-        kept.new_compute[d] += ticks
-        if contended:
-            kept.new_carry[np.uint64(state.machine.processor[d])] += ticks
-    times = sign * np.int64(most)
-    for row in range(
-        np.uint64(segments.communication_first[segment]), np.uint64(segments.communication_last[segment])
-    ):  # fmt: skip
-        for k in range(np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])):
-            ticks = min(segments.link_ticks[k], segments.communication_ticks[row])
-            kept.new_carry[np.uint64(segments.link[k])] += times * ticks
-
-
-@lean
-def _put(state: State, segments: Segments, block: Any, segment: Any) -> None:
-    """Give a block a segment."""
-    state.segment[block] = segment
-    table = np.uint64(segments.device_steps[segment])
-    for word in range(np.uint64(state.busy.shape[1])):
-        state.busy[block, word] = ZERO
-    for d in range(np.uint64(state.devices.clock.shape[0])):
-        runs = state.runs[np.uint64(state.schedule.group[d]), block] > 0
-        if runs and segments.step_first[table + d] < segments.step_first[table + d + ONE]:
-            state.busy[block, d >> np.uint64(6)] |= ONE << (d & np.uint64(63))
-
-
-@lean
-def _keep_busy(source: U64, target: U64, block: Any) -> None:
-    """Copy which devices have steps in a block."""
-    for word in range(np.uint64(source.shape[1])):
-        target[block, word] = source[block, word]
-
-
-@lean
-def _has_room(state: State, segments: Segments, block: Any, segment: Any) -> Any:
-    rows = np.uint64(segments.communication_last[segment]) - np.uint64(segments.communication_first[segment])
-    return rows <= state.capacity[block]
 
 
 # ---- whole runs
@@ -129,12 +72,12 @@ def simulate(state: State, segments: Segments, segment_of_block: U32, limit: Any
     state.reference[0] = ZERO
     for block in range(np.uint64(segment_of_block.shape[0])):
         segment = np.uint64(segment_of_block[block])
-        if not _has_room(state, segments, block, segment):
+        if not has_room(state, segments, block, segment):
             return -ROOM
-        _put(state, segments, block, segment)
+        put_segment(state, segments, block, segment)
         kept.segment[block] = segment
-        _keep_busy(state.busy, kept.busy, block)
-        _add_work(state, segments, block, segment, 1)
+        keep_busy(state.busy, kept.busy, block)
+        add_work(state, segments, block, segment, 1)
     chunk = np.int64(1)
     for d in range(np.uint64(kept.new_compute.shape[0])):
         chunk = max(chunk, kept.new_compute[d] // WINDOWS)
@@ -371,14 +314,14 @@ def _change(state: State, segments: Segments, segment_of_block: U32, changed: U3
         segment = np.uint64(segment_of_block[block])
         if segment == np.uint64(state.segment[block]):
             continue
-        if not _has_room(state, segments, block, segment):
+        if not has_room(state, segments, block, segment):
             state.trouble[0] = ROOM
             break
         kept.changed[kept.changes[0]] = block
         kept.changes[0] += ONE
-        _add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
-        _add_work(state, segments, block, segment, 1)
-        _put(state, segments, block, segment)
+        add_work(state, segments, block, np.uint64(kept.segment[block]), -1)
+        add_work(state, segments, block, segment, 1)
+        put_segment(state, segments, block, segment)
         forbidden |= kept.touched[block]
     return forbidden
 
@@ -414,7 +357,7 @@ def reject(state: State) -> None:
     for j in range(kept.changes[0]):
         block = np.uint64(kept.changed[j])
         state.segment[block] = kept.segment[block]
-        _keep_busy(kept.busy, state.busy, block)
+        keep_busy(kept.busy, state.busy, block)
     kept.changes[0] = ZERO
 
 
@@ -443,7 +386,7 @@ def _settle(state: State) -> None:
     for j in range(kept.changes[0]):
         block = np.uint64(kept.changed[j])
         kept.segment[block] = state.segment[block]
-        _keep_busy(state.busy, kept.busy, block)
+        keep_busy(state.busy, kept.busy, block)
         for m in range(np.uint64(state.schedule.microbatches[0])):
             first = m * state.places[0] + state.first[block]
             for place in range(first, first + state.capacity[block]):

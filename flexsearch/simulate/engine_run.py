@@ -80,6 +80,25 @@ def _visit(state: State, action: Any, block: Any) -> None:
 
 
 @lean
+def _is_for_each(state: State, block: Any) -> Any:
+    """Whether a block is run for every microbatch, as most are: no need to ask ``enter`` for it."""
+    schedule = state.schedule
+    return schedule.microbatches[0] == 1 or schedule.once[block] | schedule.last[block] == 0
+
+
+@lean
+def _pass_over(state: State, d: Any, block: Any, ends: Any) -> Any:
+    """From a block on, the first before ``ends`` in which the device has steps, or that is not for each microbatch."""
+    window, word, bit = ONE << state.window[0], d >> np.uint64(6), d & np.uint64(63)
+    while block < ends and _is_for_each(state, block):
+        state.kept.new_touched[block] |= window
+        if (state.busy[block, word] >> bit) & ONE == ONE:
+            break
+        block += ONE
+    return block
+
+
+@lean
 def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     """Run a device that can run until its clock reaches the horizon, or it has to wait."""
     devices, schedule = state.devices, state.schedule
@@ -87,12 +106,10 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
     if clock >= horizon:
         return
     action, block, done = np.uint64(devices.action[d]), np.uint64(devices.block[d]), np.uint64(devices.step[d])
-    window = ONE << state.window[0]
-    state.kept.new_touched[block] |= window
-    plain, single = not (state.machine.contended[0] or state.record.enabled[0]), schedule.microbatches[0] == 1
+    state.kept.new_touched[block] |= ONE << state.window[0]
+    plain = not (state.machine.contended[0] or state.record.enabled[0])
     ends, followed = np.uint64(schedule.block_last[action]), d == state.reference[0]
     hosted, host, slack = state.machine.hosted[0] == 1, devices.host[d], np.int64(NEVER)
-    word, bit = d >> np.uint64(6), d & np.uint64(63)
     while True:
         table = np.uint64(segments.device_steps[np.uint64(state.segment[block])]) + d
         first, last = np.uint64(segments.step_first[table]), np.uint64(segments.step_first[table + ONE])
@@ -126,16 +143,10 @@ def advance(state: State, segments: Segments, d: Any, horizon: Any) -> None:
         if step < last or clock >= horizon:
             break
         block, done = block + ONE, ZERO
-        # Most blocks are run for every microbatch: no need to ask ``enter`` for the next one.
-        here = False
-        while block < ends and not followed and (single or schedule.once[block] | schedule.last[block] == 0):
-            state.kept.new_touched[block] |= window
-            if (state.busy[block, word] >> bit) & ONE == ONE:
-                here = True
-                break
-            block += ONE
-        if here:
-            continue
+        if not followed:
+            block = _pass_over(state, d, block, ends)
+            if block < ends and _is_for_each(state, block):
+                continue
         devices.clock[d] = clock
         enters = enter(state, d, action, block)
         action, block = np.uint64(devices.action[d]), np.uint64(devices.block[d])
