@@ -362,9 +362,13 @@ def _visits(schedule: Schedule) -> tuple[U64, int]:
 
 def _is_ordered(schedule: Schedule) -> bool:
     """Whether all devices run their blocks in the order of their numbers, for one microbatch."""
-    actions = zip(schedule.action_first.tolist(), schedule.action_last.tolist(), strict=True)
-    after = (schedule.block_first[first + 1 : last] >= schedule.block_last[first : last - 1] for first, last in actions)
-    return int(schedule.microbatches[0]) == 1 and all(bool(each.all()) for each in after)
+    if int(schedule.microbatches[0]) > 1:
+        return False
+    begins, ends = schedule.block_first, schedule.block_last
+    for first, last in zip(schedule.action_first.tolist(), schedule.action_last.tolist(), strict=True):
+        if any(begins[action] < ends[action - 1] for action in range(first + 1, last)):
+            return False
+    return True
 
 
 def _runs(schedule: Schedule) -> U32:
