@@ -268,7 +268,6 @@ def test_parts_that_go_in_messages_of_their_own_arrive_where_they_belong() -> No
     assert several > 0
 
 
-
 def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:
     """Losses, and the types of the weights that the optimizer sees."""
     model, tokens, targets = deep()

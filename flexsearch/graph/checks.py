@@ -55,7 +55,7 @@ class Checks(TorchFunctionMode):
         """Whether another trace may get past what failed: the first where values decide is made with answers, later
         ones with the one turned round that led to an error of a check."""
         if not self.needed:
-            self.needed = "data-dependent" in str(error) or "DataDependent" in type(error).__name__
+            self.needed = is_about_values(error)
             return self.needed
         lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         for question in reversed(self._answers):
@@ -73,6 +73,11 @@ class Checks(TorchFunctionMode):
             if question is not None:
                 return self._answers.setdefault(question, question.check.passes)
         return func(*args, **(kwargs or {}))
+
+
+def is_about_values(error: BaseException) -> bool:
+    """Whether tracing failed because a condition depends on the values of tensors."""
+    return "data-dependent" in str(error) or "DataDependent" in type(error).__name__
 
 
 def _question(frame: FrameType) -> _Question | None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import repeats
 from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
-from flexsearch.graph.checks import Checks
+from flexsearch.graph.checks import Checks, is_about_values
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
@@ -175,7 +175,7 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     owner = library(frame[0]) if frame else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     reason = reason if reason.endswith((".", "!", "?")) else f"{reason}."
-    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+    if is_about_values(error):
         outside = (
             f"The line is {owner}'s: {switches(model) or OTHERWISE}, or import the model in evaluation mode "
             "(model.eval())."

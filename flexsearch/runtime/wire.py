@@ -58,7 +58,7 @@ def _alike(plan: Plan) -> list[tuple[list[int], list[Part]]]:
     return [(row, plan.sends[row[0]]) for row in peers.values()]
 
 
-class All(NamedTuple):
+class Works(NamedTuple):
     """Several messages that one peer sends."""
 
     works: list[dist.Work]
@@ -108,7 +108,7 @@ class Wire:
             for peer, length, places in rows:
                 buffer = torch.empty(length, dtype=dtype, device=device)
                 own = [present(dist.irecv(buffer[a:b].view(torch.uint8), peer, tag=task)) for a, b in places]
-                works.append(own[0] if len(own) == 1 else cast(dist.Work, All(own)))
+                works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
 

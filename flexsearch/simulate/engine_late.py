@@ -22,7 +22,7 @@ def is_late(state: State, segments: Segments, limit: Any) -> Any:
     """Whether the makespan is certainly above the limit."""
     if state.latest[0] > limit or _has_too_much_to_do(state, limit):
         return True
-    if state.shift[0] <= state.path.doubt[0] or not _is_worth_a_look(state):
+    if state.shift[0] <= state.path.doubt[0] or not _path_may_pay(state):
         return False
     end = _least_end(state, segments)
     state.path.doubt[0] = state.shift[0] + limit - end
@@ -30,7 +30,7 @@ def is_late(state: State, segments: Segments, limit: Any) -> Any:
 
 
 @lean
-def _is_worth_a_look(state: State) -> Any:
+def _path_may_pay(state: State) -> Any:
     """Whether so much is still to be run that working out the path may take less: half of the windows that are left."""
     run, left = ZERO, np.uint64(WINDOWS) - state.window[0]
     for k in range(state.window[0], np.uint64(WINDOWS)):

@@ -188,8 +188,8 @@ class Fold(NamedTuple):
 @packed
 class Path(NamedTuple):
     """The longest path to the end (``engine_late``). By device: ``left``, ticks from where it stands; ``block``, where
-    that is. ``run``: (1,) bit k: window k must be run. ``after``: by
-    place, ticks from the end of a communication on, of what is pending or of a block from ``first`` ((1,)) on.
+    that is. ``run``: (1,) bit k: window k must be run. ``after``: by place, ticks from the end of a communication on,
+    of what is pending or of a block from ``first`` ((1,)) on.
     ``doubt``: (1,) ticks by which the reference device must be later than in the plan at hand for the path to be worked
     out. ``ordered``: (1,) whether all devices run their blocks in the order of their numbers, for one microbatch: else
     there is none."""
@@ -221,8 +221,8 @@ class Record(NamedTuple):
 @packed
 class State(NamedTuple):
     """All of an engine. ``segment``: by block, of the plan that is run; ``busy``: by block, 64 devices a word, bit by
-    bit, those that have steps in it. ``runs``: by group of devices and block, how
-    often a device runs it. ``first``, ``capacity``: by block, its first
+    bit, those that have steps in it. ``runs``: by group of devices and block, how often a
+    device runs it. ``first``, ``capacity``: by block, its first
     place and how many it has; ``places``: (1,) places of one microbatch. By place: ``stamp`` (the run that wrote
     ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
     tick from which on it is. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``,
