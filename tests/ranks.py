@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._ops import OpOverload
 
 from flexsearch.topology import Topology
@@ -134,6 +135,33 @@ def _close_all() -> None:
         open_pool.close()
 
 
+class _Send:
+    """A message under way, whose memory must not be written before it has been waited for."""
+
+    def __init__(self, work: Any, tensor: Tensor) -> None:
+        self.work, self.tensor, self.version = work, tensor, tensor._version
+
+    def wait(self, *arguments: Any) -> Any:
+        """Raises AssertionError if the tensor was written in place since."""
+        result = self.work.wait(*arguments)
+        assert self.tensor._version == self.version, "a tensor was written in place while it was being sent"
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
+
+
+def _watch_sends() -> None:
+    """Have this process check all that it sends (views of a tensor share its count of writes)."""
+    send = dist.isend
+
+    def isend(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        work = send(tensor, *arguments, **options)
+        return None if work is None else _Send(work, tensor)
+
+    dist.isend = dist.distributed_c10d.isend = isend
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
@@ -142,6 +170,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=timedelta(seconds=60))
+    _watch_sends()
     pipe.send("ready")
     while True:
         try:

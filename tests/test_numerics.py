@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -368,3 +369,22 @@ def test_gradients_in_the_same_memory_add_up_apart_over_microbatches() -> None:
     )
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=0)
+
+
+def _writes_what_it_sends() -> str:
+    """What rank 0 raises where it writes to a tensor that it is sending."""
+    tensor = torch.zeros(4)
+    if dist.get_rank():
+        dist.recv(tensor, 0)
+        return ""
+    work = dist.isend(tensor, 1)
+    tensor[:2].add_(1)
+    try:
+        work.wait()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_every_case_on_ranks_would_notice_what_is_written_while_it_is_sent() -> None:
+    assert pool(2).run(_writes_what_it_sends) == ["a tensor was written in place while it was being sent", ""]
