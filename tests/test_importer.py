@@ -622,6 +622,24 @@ def test_constants_are_folded_and_their_values_returned() -> None:
     assert away.constants["constant"].is_meta  # it depends on a buffer without values
 
 
+def test_what_a_model_makes_of_numbers_has_values_on_the_meta_device() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * self.w)[:, [0, -2]] * torch.tensor([0.5, 2.0], device=x.device)
+            return (y + y.new_tensor([1.0, 3.0])).square().sum()
+
+    imported = import_with_constants(Chosen(), torch.ones(2, 5))
+    away = import_with_constants(Chosen().to("meta"), torch.ones(2, 5, device="meta"))
+    assert away.graph.content_hash() == imported.graph.content_hash()
+    assert len(imported.constants) == 2  # the index is two slices
+    for name, value in imported.constants.items():
+        assert torch.equal(away.constants[name], value)
+
+
 def test_constants_have_the_smallest_form_and_equal_ones_are_one() -> None:
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

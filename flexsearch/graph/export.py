@@ -26,6 +26,7 @@ from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
+from flexsearch.graph.stand_ins import StandIns, on_one_device
 
 Loss = Callable[..., torch.Tensor]
 
@@ -59,9 +60,11 @@ class Outputs:
 class Step(nn.Module):
     """The model and then the loss, as one module; with ``outputs`` the model alone."""
 
-    def __init__(self, model: nn.Module, loss: Loss | None, outputs: Outputs | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, stand_ins: StandIns, loss: Loss | None, outputs: Outputs | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.training = model.training
+        self.training, self.stand_ins = model.training, stand_ins
         self.model = model
         self.loss = loss
         self.outputs = outputs
@@ -105,15 +108,13 @@ def export_step(
             traceable_losses(),
             traceable_attention(),
             experts_by_token(model),
-            _on_one_device(model) as meta,
+            on_one_device(model) as stand_ins,
         ):
-            step = Step(model, loss, outputs)
-            if meta:
-                args, kwargs, targets = pytree.tree_map_only(torch.Tensor, _to_meta, (args, kwargs, targets))
+            step, inputs = Step(model, stand_ins, loss, outputs), stand_ins.of((args, kwargs, targets))
             while True:
                 try:
-                    return _with_blocks(step, (args, kwargs, targets)) or (
-                        _functional(step, _export(step, args, kwargs, targets)),
+                    return _with_blocks(step, inputs) or (
+                        _functional(step, _export(step, *inputs)),
                         NO_BLOCKS,
                     )
                 except Exception as error:
@@ -138,6 +139,7 @@ def _functional(step: Step, program: torch.export.ExportedProgram) -> torch.expo
     drop_needless_detach(functional)
     if flexible:
         drop_block_masks(functional)
+    step.stand_ins.restore(functional)
     return functional
 
 
@@ -228,39 +230,6 @@ def _quiet() -> Iterator[None]:
             del printing["print"]
             for logger, level in levels.items():
                 logger.setLevel(level)
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("meta")
-
-
-@contextmanager
-def _on_one_device(model: nn.Module) -> Iterator[bool]:
-    """Where a part of the model is on the meta device, have all of it there for a while: tracing takes one device only.
-
-    So buffers that no state brings can have their values already. Yields whether the model is on the meta device.
-    """
-    tensors = {id(x): x for x in [*model.parameters(), *model.buffers()]}
-    meta = any(x.is_meta for x in tensors.values())
-    stand_ins: dict[int, Any] = {
-        i: nn.Parameter(_to_meta(x.detach()), x.requires_grad) if isinstance(x, nn.Parameter) else _to_meta(x)
-        for i, x in tensors.items()
-        if meta and not x.is_meta
-    }
-    places = [
-        (store, name, tensor)
-        for module in model.modules()
-        for store in (vars(module)["_parameters"], vars(module)["_buffers"])
-        for name, tensor in store.items()
-        if id(tensor) in stand_ins
-    ]
-    try:
-        for store, name, tensor in places:
-            store[name] = stand_ins[id(tensor)]
-        yield meta
-    finally:
-        for store, name, tensor in places:
-            store[name] = tensor
 
 
 def _user_frame(error: BaseException) -> tuple[str, int] | None:
