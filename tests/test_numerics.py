@@ -23,7 +23,7 @@ from flexsearch.lower.lowering import lower
 from flexsearch.runtime import parts as runtime_parts
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.parts import Part, Plan
-from flexsearch.strategy import Options, Strategy, StrategyFile
+from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from tests.random_strategies import strategies
 from tests.ranks import ON_GPUS, cluster, on_gpus, pool
@@ -281,14 +281,16 @@ def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtyp
 def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
     model, tokens, targets = deep()
     imported = import_with_constants(model.float(), (tokens,), tokens_loss, targets=targets)
-    losses = []
-    for precision in ("as-is", "bf16"):
-        options = Options(precision=precision)
-        plan = baseline("fsdp", imported.graph, cluster(2), options)
-        (row, types), _ = pool(2).run(_precise, imported, plan.to_file().model_dump_json())
-        losses.append(row)
-        assert types == {torch.float32}
-    assert losses[0] != losses[1] and losses[1] == pytest.approx(losses[0], rel=0.05)
+    exact = baseline("fsdp", imported.graph, cluster(2))
+    plans = [exact, *(staged_plan(imported.graph, random.Random(number), cluster=cluster) for number in range(6))]
+    (expected, _), _ = pool(2).run(_precise, imported, exact.to_file().model_dump_json())
+    assert sum(plan.microbatches > 1 for plan in plans) > 1
+    for plan in plans:
+        plan.options = plan.options.model_copy(update={"precision": "bf16"})
+        file = plan.to_file().model_dump_json()
+        for losses, types in pool(len(plan.cluster.devices)).run(_precise, imported, file):
+            assert types <= {torch.float32}
+            assert losses != expected and losses == pytest.approx(expected, rel=0.05), file
 
 
 def _drawn(file: str) -> list[float]:

@@ -75,7 +75,8 @@ def in_types(
         results = made if isinstance(made, tuple) else (made,)
         if written is None:  # what a kernel makes of the same types is always of the same types
             written = all(x.dtype == dtype for x, dtype in zip(results, types, strict=True))
-        return tuple(x.to(dtype) for x, dtype in zip(results, types, strict=True))
+        cast = tuple(x.to(dtype) for x, dtype in zip(results, types, strict=True))
+        return cast if isinstance(made, tuple) else cast[0]
 
     return run
 
