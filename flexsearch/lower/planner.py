@@ -7,6 +7,7 @@ layouts always give the same plan.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -49,17 +50,13 @@ def plan(
     routes: RouteTable, rates: Rates, source: Side, destination: Side, mode: Any, itemsize: Any, workspace: Workspace
 ) -> None:
     """The cheapest known movement, on ``workspace.result``. ``itemsize``: bytes per element (int64)."""
-    moves, rows, groups = workspace.moves, workspace.exchanges, workspace.groups
-    sets, result = workspace.sets, workspace.result
+    moves, rows, groups, result = workspace.moves, workspace.exchanges, workspace.groups, workspace.result
     starts = mode != SHARED or rates.by_group[ALL_REDUCE] == 1
     mode = FREE if mode == SHARED else mode
     _clear(moves.size, rows.size, rows.loads.size, result)
     if mode == FREE and _all_at_once(routes, rates, source, destination, itemsize, groups, moves, rows):
         _choose(result, ONE, ZERO, rows.size[0], rows.size[0], ZERO, moves.size[0], moves.size[0])
-        if moves.size[1] == ONE or rows.loads.size[2] == ONE:
-            result[FULL] = ONE
-        else:
-            _finish(source, destination, workspace)
+        _end(source, destination, workspace)
         return
     _clear(moves.size, rows.size, rows.loads.size, result)
     if mode == FREE and _host_by_host(routes, rates, source, destination, itemsize, workspace):
@@ -67,59 +64,95 @@ def plan(
     _clear(moves.size, rows.size, rows.loads.size, result)
     clear_done(groups.done, destination.size[0])
     collect(routes, source, destination, mode, groups, moves, result)
-    make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, sets, rows)
-    half, middle = moves.size[0], rows.size[0]
-    _choose(result, ONE, ZERO, middle, middle, ZERO, half, half)
-    best, nbytes = _seconds(rates, rows, ZERO, middle, starts), _nbytes(rows, ZERO, middle)
+    make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, workspace.sets, rows)
+    best = _weigh(rates, workspace, ONE, ZERO, rows.size[0], ZERO, moves.size[0], starts, (inf, np.int64(0)))
     if mode == FREE and share(destination, moves, groups):
-        # Second candidate: sums by all-reduce. Ties go to the earlier, simpler plan; bytes break near-ties in which
-        # latencies differ by nothing.
-        begin, first = half, middle
-        clear_done(groups.done, destination.size[0])
-        reduced = all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows)
-        if reduced:
-            half = moves.size[0]
-            collect(routes, source, destination, mode, groups, moves, result)
-            make_exchanges(routes, rates, source, destination, half, itemsize, moves, sets, rows)
-            last, end = rows.size[0], moves.size[0]
-            seconds, more = _seconds(rates, rows, first, last, starts), _nbytes(rows, first, last)
-            if seconds < best or (seconds == best and more < nbytes):
-                best, nbytes = seconds, more
-                _choose(result, ONE, first, last, last, begin, end, end)
-        # Third candidate: each device gets a part of what its group wants, and the rest from the group.
-        begin, first = moves.size[0], rows.size[0]
-        scatter(destination, groups, workspace.middle)
-        clear_done(groups.done, workspace.middle.size[0])
-        collect(routes, source, workspace.middle, FREE, groups, moves, result)
-        make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, sets, rows)
+        reduced, best = _by_all_reduces(routes, rates, source, destination, itemsize, workspace, starts, best)
+        best = _in_parts(routes, rates, source, destination, itemsize, workspace, starts, best)
+        if not reduced:
+            _within_sets(routes, rates, source, destination, itemsize, workspace, starts, best)
+    _end(source, destination, workspace)
+
+
+@lean
+def _by_all_reduces(
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, workspace: Workspace,
+    starts: Any, best: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Weigh sums by all-reduces. Also says whether there are any."""
+    moves, rows, groups = workspace.moves, workspace.exchanges, workspace.groups
+    begin, first = moves.size[0], rows.size[0]
+    clear_done(groups.done, destination.size[0])
+    if not all_reduces(routes, rates, source, destination, itemsize, groups, moves, rows):
+        return False, best
+    half = moves.size[0]
+    collect(routes, source, destination, FREE, groups, moves, workspace.result)
+    make_exchanges(routes, rates, source, destination, half, itemsize, moves, workspace.sets, rows)
+    return True, _weigh(rates, workspace, ONE, first, rows.size[0], begin, moves.size[0], starts, best)
+
+
+@lean
+def _in_parts(
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, workspace: Workspace,
+    starts: Any, best: Any,
+) -> Any:  # fmt: skip
+    """Weigh that each device gets a part of what its group wants, and the rest from the group."""
+    moves, rows, groups, between = workspace.moves, workspace.exchanges, workspace.groups, workspace.middle
+    begin, first = moves.size[0], rows.size[0]
+    scatter(destination, groups, between)
+    clear_done(groups.done, between.size[0])
+    collect(routes, source, between, FREE, groups, moves, workspace.result)
+    make_exchanges(routes, rates, source, between, begin, itemsize, moves, workspace.sets, rows)
+    half, middle = moves.size[0], rows.size[0]
+    clear_done(groups.done, destination.size[0])
+    collect(routes, between, destination, GIVEN, groups, moves, workspace.result)
+    make_exchanges(routes, rates, between, destination, half, itemsize, moves, workspace.sets, rows)
+    return _weigh(rates, workspace, TWO, first, middle, begin, half, starts, best)
+
+
+@lean
+def _within_sets(
+    routes: RouteTable, rates: Rates, source: Side, destination: Side, itemsize: Any, workspace: Workspace,
+    starts: Any, best: Any,
+) -> None:  # fmt: skip
+    """Weigh partial sums where each part of the whole is once, then all-reduces of equal parts."""
+    moves, rows, groups, result = workspace.moves, workspace.exchanges, workspace.groups, workspace.result
+    boxes = number_sets(destination, groups)
+    if boxes <= ONE:
+        return
+    begin, first, phases = moves.size[0], rows.size[0], result[PHASES]
+    if sum_within(routes, source, destination, ZERO, boxes, moves, groups, workspace.middle):
+        make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, workspace.sets, rows)
         half, middle = moves.size[0], rows.size[0]
-        clear_done(groups.done, destination.size[0])
-        collect(routes, workspace.middle, destination, GIVEN, groups, moves, result)
-        make_exchanges(routes, rates, workspace.middle, destination, half, itemsize, moves, sets, rows)
-        last, end = rows.size[0], moves.size[0]
-        seconds = _seconds(rates, rows, first, middle, starts) + _seconds(rates, rows, middle, last, starts)
-        more = _nbytes(rows, first, last)
-        if seconds < best or (seconds == best and more < nbytes):
-            best, nbytes = seconds, more
-            _choose(result, TWO, first, middle, last, begin, half, end)
-        # Fourth candidate: partial sums where each part of the whole is once, then all-reduces of equal parts.
-        boxes = ZERO if reduced else number_sets(destination, groups)
-        if boxes > ONE:
-            begin, first, found = moves.size[0], rows.size[0], False
-            if sum_within(routes, source, destination, ZERO, boxes, moves, groups, workspace.middle):
-                make_exchanges(routes, rates, source, workspace.middle, begin, itemsize, moves, sets, rows)
-                half, middle = moves.size[0], rows.size[0]
-                reduce_across(routes, rates, destination, ZERO, boxes, itemsize, groups, moves, rows)
-                last, end = rows.size[0], moves.size[0]
-                seconds = _seconds(rates, rows, first, middle, starts) + _seconds(rates, rows, middle, last, starts)
-                more = _nbytes(rows, first, last)
-                found = seconds < best or (seconds == best and more < nbytes)
-            if found:
-                _choose(result, TWO, first, middle, last, begin, half, end)
-            elif result[PHASES] == TWO:
-                scatter(destination, groups, workspace.middle)  # it was written over
-    if moves.size[1] == ONE or rows.loads.size[2] == ONE:
-        result[FULL] = ONE
+        reduce_across(routes, rates, destination, ZERO, boxes, itemsize, groups, moves, rows)
+        if _weigh(rates, workspace, TWO, first, middle, begin, half, starts, best) != best:
+            return
+    if phases == TWO:
+        scatter(destination, groups, workspace.middle)  # it was written over
+
+
+@lean
+def _weigh(
+    rates: Rates, workspace: Workspace, phases: Any, first: Any, middle: Any, begin: Any, half: Any, starts: Any,
+    best: Any,
+) -> Any:  # fmt: skip
+    """Choose the exchanges from ``first`` on, ``middle`` being the first of a second phase, and the moves from
+    ``begin`` and ``half`` on, if they take less than ``best``: seconds, and bytes, which decide where latencies differ
+    by nothing. Returns the less of the two. Ties go to what was weighed earlier, which is simpler."""
+    rows, last = workspace.exchanges, workspace.exchanges.size[0]
+    seconds = _seconds(rates, rows, first, middle, starts) + _seconds(rates, rows, middle, last, starts)
+    nbytes = _nbytes(rows, first, last)
+    if seconds < best[0] or (seconds == best[0] and nbytes < best[1]):
+        _choose(workspace.result, phases, first, middle, last, begin, half, workspace.moves.size[0])
+        return seconds, nbytes
+    return best
+
+
+@lean
+def _end(source: Side, destination: Side, workspace: Workspace) -> None:
+    """Say whether there was room for all; if so, make the chosen plan ready to be read."""
+    if workspace.moves.size[1] == ONE or workspace.exchanges.loads.size[2] == ONE:
+        workspace.result[FULL] = ONE
     else:
         _finish(source, destination, workspace)
 
@@ -175,10 +208,7 @@ def _host_by_host(
     half, middle = moves.size[0], rows.size[0]
     reduce_across(routes, rates, destination, hosts, boxes, itemsize, groups, moves, rows)
     _choose(workspace.result, TWO, ZERO, middle, rows.size[0], ZERO, half, moves.size[0])
-    if moves.size[1] == ONE or rows.loads.size[2] == ONE:
-        workspace.result[FULL] = ONE
-    else:
-        _finish(source, destination, workspace)
+    _end(source, destination, workspace)
     return True
 
 
@@ -234,12 +264,6 @@ def _nbytes(rows: Exchanges, first: Any, last: Any) -> Any:
     for x in range(first, last):
         total += rows.nbytes[x]
     return total
-
-
-# ---- moves
-
-
-# ---- replicated destinations
 
 
 # ---- where weights are stored
