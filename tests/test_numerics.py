@@ -293,6 +293,41 @@ def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
             assert losses != expected and losses == pytest.approx(expected, rel=0.05), file
 
 
+class _Masked(nn.Module):
+    """Attention whose mask is filled with the least of float32, once as a number, once as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        least, size = torch.finfo(x.dtype).min, tokens.shape[1]
+        later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+        x = x + (x @ x.mT).masked_fill(tokens[:, None] == 3, least).softmax(-1) @ x
+        x = x + (x @ x.mT + torch.full((size, size), least, device=x.device) * later).softmax(-1) @ x
+        made: Tensor = self.head(x)
+        return made
+
+
+def _masked_losses(imported: Imported, file: str, tokens: Tensor, targets: Tensor) -> list[float]:
+    parallel = distribute(_Masked(), imported, Strategy.from_file(StrategyFile.model_validate_json(file)), _sgd)
+    return [parallel.step((tokens,), targets).item() for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masks_of_float32_stay_finite_in_half_precision(precision: str) -> None:
+    tokens, targets = (torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(k)) for k in range(2))
+    tokens[1] = 3  # all of a sample is masked
+    imported = import_with_constants(_Masked(), (tokens,), tokens_loss, targets=targets)
+    plan = baseline("data-parallel", imported.graph, cluster(2))
+    expected = pool(2).run(_masked_losses, imported, plan.to_file().model_dump_json(), tokens, targets)[0]
+    plan.options = plan.options.model_copy(update={"precision": precision})
+    for losses in pool(2).run(_masked_losses, imported, plan.to_file().model_dump_json(), tokens, targets):
+        assert losses == pytest.approx(expected, rel=0.05)
+
+
 def _drawn(file: str) -> list[float]:
     """Losses of two steps of a model that draws random numbers."""
     torch.manual_seed(0)

@@ -4,7 +4,8 @@ tensor."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from math import isfinite
+from typing import Any, Final, Literal
 
 from pydantic import PrivateAttr
 
@@ -16,6 +17,9 @@ Precision = Literal["as-is", "bf16", "fp16"]
 
 DTYPES: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 """Element type by precision."""
+
+LARGEST: Final[Mapping[str, float]] = {"bfloat16": (2 - 2**-7) * 2.0**127, "float16": 65504.0}
+"""The largest finite number of an element type."""
 
 FLOAT32_KINDS: Final = frozenset({
     "batch_norm_running", "batch_statistics", "bce_loss", "bce_with_logits", "cross_entropy", "ctc_loss", "huber_loss",
@@ -79,10 +83,28 @@ def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
         Tensor(**{field: getattr(t, field) for field in Tensor.model_fields} | {"dtype": dtype[t.name]})
         for t in source.tensors
     )
+    operators = tuple(
+        _with_numbers_in_range(op, LARGEST[low]) if any(dtype[name] == low for name in op.outputs) else op
+        for op in source.operators
+    )
     fields = {field: getattr(source, field) for field in OperatorGraph.model_fields}
-    made = PreciseGraph(**fields | {"tensors": tensors})
+    made = PreciseGraph(**fields | {"tensors": tensors, "operators": operators})
     made._source = source
     return made
+
+
+def _with_numbers_in_range(op: Operator, most: float) -> Operator:
+    """An operator without numbers beyond the largest that its type has: masks are filled with the least of float32."""
+    attributes = _in_range(op.attributes, most)
+    return op if attributes == op.attributes else op.model_copy(update={"attributes": attributes})
+
+
+def _in_range(value: Any, most: float) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_range(one, most) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_in_range(one, most) for one in value]
+    return min(max(value, -most), most) if isinstance(value, float) and isfinite(value) else value
 
 
 def _stays(graph: OperatorGraph, op: Operator, dtype: Mapping[str, str]) -> bool:

@@ -16,7 +16,7 @@ from flexsearch.graph import Box, intersect
 from flexsearch.graph.fold import derive, sources
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent, preferred
+from flexsearch.graph.ops.local import extent, in_range, preferred
 from flexsearch.lower import Entry, Layout, Lowered, bounding
 from flexsearch.runtime.group import fingerprint
 from flexsearch.runtime.microbatches import boxes_in_batch
@@ -107,7 +107,8 @@ class Stored:
         for name, box in needs_of(lowered, "constant", self.rank).items():
             values = self._imported.constants[name]
             values = torch.zeros_like(values, device="cpu") if values.is_meta else values
-            self.fixed[name] = box, cut(values, whole(values.shape), box).to(self.device, copy=True)
+            part = cut(values, whole(values.shape), box).to(self.device, copy=True)
+            self.fixed[name] = box, in_range(part, dtype_of(lowered.graph.tensor[name].dtype))
 
     def _keep_buffers(self, model: nn.Module) -> None:
         for name, tensor in model.named_buffers():
@@ -258,7 +259,7 @@ class Stored:
             if name in self.fixed:
                 box, tensor = self.fixed[name]
                 values = derive(constant, {**self._transient, **self._buffers})
-                tensor.copy_(cut(values, whole(values.shape), box))
+                tensor.copy_(in_range(cut(values, whole(values.shape), box), tensor.dtype))
         self.loaded = True
 
 

@@ -19,7 +19,7 @@ from flexsearch.graph.export import Outputs
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent
+from flexsearch.graph.ops.local import extent, in_range
 from flexsearch.lower import Entry, Layout, Lowered, refit, refit_forward
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.feed import Feed
@@ -53,7 +53,8 @@ class Variant:
             self._make_room(name)
         for name, box in needs_of(lowered, "constant", self.rank).items():
             values = stored.constant(imported, name)
-            self._fixed[name] = box, cut(values, whole(values.shape), box).to(stored.device, copy=True)
+            part = cut(values, whole(values.shape), box).to(stored.device, copy=True)
+            self._fixed[name] = box, in_range(part, dtype_of(lowered.graph.tensor[name].dtype))
         program, wire = compile_program(lowered, self.rank, fuse), Wire(lowered, self.rank, stored.device, timeout_s)
         self.engine = Engine(program, wire, self._weights, self._fixed, lambda: None, context)
 

@@ -81,6 +81,15 @@ def in_types(
     return run
 
 
+def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in a type. Finite values that it has no number for become its largest: what a mask is filled with is
+    the least of float32, and would become infinite, of which softmax makes NaN."""
+    if not (tensor.is_floating_point() and dtype.is_floating_point) or tensor.dtype == dtype:
+        return tensor.to(dtype)
+    most = torch.finfo(dtype).max
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-most, most)).to(dtype)
+
+
 def preferred(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in the memory format in which the kernels are fastest: channels last for images and convolution
     weights on a CPU (6-10 % of a whole AlexNet or ResNet-50 step), as it is elsewhere. Kernels pass the format on.
