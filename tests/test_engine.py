@@ -89,6 +89,21 @@ def test_a_walk_of_proposals_gives_the_times_of_the_definition(seed: int) -> Non
     assert walk.engine.makespan == Engine(case.schedule, case.machine).run(segments, segment)
 
 
+def test_what_a_device_is_computing_comes_before_what_it_waits_for_next() -> None:
+    """Devices that take turns on a processor: the longest path counted the rest of a computation behind that wait."""
+    case = make_case(60412, microbatches=1, blocks=10)
+    engine = Engine(case.schedule, case.machine)
+    engine.run(case.arena.segments(), numbers(case.segment))
+    for _ in range(4):
+        change, proposed = random_change(case), list(case.segment)
+        for b, block in change.items():
+            proposed[b] = case.arena.add(block)
+        segments = case.arena.segments()
+        expected = oracle(case, segments, numbers(proposed)).makespan
+        assert engine.propose(segments, numbers(proposed), numbers(list(change)), expected) == expected
+        engine.reject()
+
+
 def test_most_of_a_plan_is_not_run_again() -> None:
     """In long plans with one change, windows are taken over before it and behind it."""
     before = behind = 0

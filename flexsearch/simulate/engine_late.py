@@ -106,12 +106,12 @@ def _walk_back(state: State, segments: Segments, first: Any) -> None:
             while those > ZERO:
                 if those & ONE == ONE and block >= np.uint64(stands[d]):
                     begin, step = np.uint64(step_first[table + d]), np.uint64(step_first[table + d + ONE])
-                    path_left = left[d]
+                    path_left, rest = left[d], np.int64(0)
                     if block == np.uint64(stands[d]):
                         begin += np.uint64(devices.step[d])
                         if devices.status[d] == COMPUTING:
                             begin += ONE
-                            path_left += devices.left[d]
+                            rest = devices.left[d]
                     while step > begin:
                         step -= ONE
                         kind = kinds[step]
@@ -126,7 +126,7 @@ def _walk_back(state: State, segments: Segments, first: Any) -> None:
                             if follows[row] < followed[row]:
                                 then = max(then, _after_followers(state, segments, row))
                             path_left = max(path_left, whole[row] + then)
-                    left[d] = path_left
+                    left[d] = path_left + rest
                 those >>= ONE
                 d += ONE
 
