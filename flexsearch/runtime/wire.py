@@ -24,6 +24,7 @@ from flexsearch.graph import Box, volume
 from flexsearch.graph.images import images
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
+from flexsearch.messages import connect, let_arrive, one_way
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.instructions import Post, Start, Wait
@@ -76,7 +77,9 @@ class Wire:
         self.lowered, self.rank, self.device = lowered, rank, device
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
-        pictures = images(lowered.graph)
+        if self.eager and dist.get_world_size() > 1:
+            connect(timedelta(seconds=timeout_s))
+        pictures, ahead = images(lowered.graph), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
                 if what.one_call:
@@ -84,17 +87,18 @@ class Wire:
                     process_group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
                     self.plans[task] = plan_of(lowered, what, rank, pictures, device)
+                    self.plans[task].copied_bytes = min(ahead[d] for d in what.devices)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
-        self._ahead = ahead_bytes(lowered, rank)
+        self._ahead = ahead[rank]
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
 
     def post(self, values: list[Any], instruction: Post) -> Action:
         """On gloo: allocate what a task brings here, and let it come."""
         task, plan, slot = instruction.task, self.plans[instruction.task], instruction.slot
-        dtype, device = plan.dtype, self.device
+        dtype, device, rank = plan.dtype, self.device, self.rank
         if not self.eager:
             return _nothing
         rows = [
@@ -106,8 +110,9 @@ class Wire:
             works: list[dist.Work] = []
             buffers = []
             for peer, length, places in rows:
-                buffer = torch.empty(length, dtype=dtype, device=device)
-                own = [present(dist.irecv(buffer[a:b].view(torch.uint8), peer, tag=task)) for a, b in places]
+                buffer, group = torch.empty(length, dtype=dtype, device=device), one_way(peer, rank)
+                messages = [buffer[a:b].view(torch.uint8) for a, b in places]
+                own = [present(dist.irecv(message, peer, group, tag=task)) for message in messages]
                 works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
@@ -159,13 +164,16 @@ class Wire:
             0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
             for parts in (message for peers, parts in rows for message in self._grouped(plan, parts))
         ]
-        total = sum(kept)
+        total, rank = sum(kept), self.rank
 
         def send() -> None:
             self._finish_down_to(self._ahead - total)
+            let_arrive()
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
-                works = [present(dist.isend(packed.view(torch.uint8), peer, tag=task)) for peer in peers]
+                works = [
+                    present(dist.isend(packed.view(torch.uint8), peer, one_way(rank, peer), tag=task)) for peer in peers
+                ]
                 sent.append((task, works, [packed], nbytes))
             self._sending += total
 
