@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Final, Literal, TypeVar
 
 import torch
@@ -12,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.measure.fit import Pair
-from flexsearch.messages import connect, let_arrive, one_way
 
 T = TypeVar("T")
-TIMEOUT: Final = timedelta(minutes=2)
 Meanwhile = Callable[[], object]
 Finish = Callable[[list[Tensor]], Tensor]
 
@@ -40,8 +37,6 @@ class Transfers:
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         # NCCL's barrier and gathering would run on the device; figures go round by CPU.
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
-        if backend == "gloo":
-            connect(TIMEOUT)
         self.tag = 0
         self.packing_s = self.copying_s = 0.0
         """Of the last ``move`` or ``all_reduce``: processor seconds for which this thread put together what it sent,
@@ -92,9 +87,7 @@ class Transfers:
         own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if finish else torch.empty(0)
         works: list[dist.Work | None] = []
         if self.backend == "gloo":
-            works = [
-                dist.irecv(tensor, peer, one_way(peer, self.rank), tag=self.tag) for peer, tensor in received.items()
-            ]
+            works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
         self.synchronize()
         self.packing_s = self.copying_s = 0.0
         if finish:
@@ -102,10 +95,7 @@ class Transfers:
         self.barrier()
         began = time.perf_counter()
         if self.backend == "gloo":
-            let_arrive()
-            works += [
-                dist.isend(tensor, peer, one_way(self.rank, peer), tag=self.tag) for peer, tensor in outgoing.items()
-            ]
+            works += [dist.isend(tensor, peer, tag=self.tag) for peer, tensor in outgoing.items()]
         elif outgoing or received:
             works += dist.batch_isend_irecv(
                 [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]

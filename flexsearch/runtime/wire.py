@@ -24,7 +24,7 @@ from flexsearch.graph import Box, volume
 from flexsearch.graph.images import images
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
-from flexsearch.messages import connect, let_arrive, one_way
+from flexsearch.ranks import let_computing_go_first
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.instructions import Post, Start, Wait
@@ -77,8 +77,6 @@ class Wire:
         self.lowered, self.rank, self.device = lowered, rank, device
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
-        if self.eager and dist.get_world_size() > 1:
-            connect(timedelta(seconds=timeout_s))
         pictures, ahead = images(lowered.graph), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
@@ -92,13 +90,15 @@ class Wire:
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
         self._ahead = ahead[rank]
+        if self.eager and lowered.topology.has_own_processor(rank):  # the threads of all groups are there now
+            let_computing_go_first()
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
 
     def post(self, values: list[Any], instruction: Post) -> Action:
         """On gloo: allocate what a task brings here, and let it come."""
         task, plan, slot = instruction.task, self.plans[instruction.task], instruction.slot
-        dtype, device, rank = plan.dtype, self.device, self.rank
+        dtype, device = plan.dtype, self.device
         if not self.eager:
             return _nothing
         rows = [
@@ -110,9 +110,8 @@ class Wire:
             works: list[dist.Work] = []
             buffers = []
             for peer, length, places in rows:
-                buffer, group = torch.empty(length, dtype=dtype, device=device), one_way(peer, rank)
-                messages = [buffer[a:b].view(torch.uint8) for a, b in places]
-                own = [present(dist.irecv(message, peer, group, tag=task)) for message in messages]
+                buffer = torch.empty(length, dtype=dtype, device=device)
+                own = [present(dist.irecv(buffer[a:b].view(torch.uint8), peer, tag=task)) for a, b in places]
                 works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
@@ -164,16 +163,13 @@ class Wire:
             0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
             for parts in (message for peers, parts in rows for message in self._grouped(plan, parts))
         ]
-        total, rank = sum(kept), self.rank
+        total = sum(kept)
 
         def send() -> None:
             self._finish_down_to(self._ahead - total)
-            let_arrive()
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
-                works = [
-                    present(dist.isend(packed.view(torch.uint8), peer, one_way(rank, peer), tag=task)) for peer in peers
-                ]
+                works = [present(dist.isend(packed.view(torch.uint8), peer, tag=task)) for peer in peers]
                 sent.append((task, works, [packed], nbytes))
             self._sending += total
 
