@@ -12,9 +12,6 @@ FOLDER: Final = "FLEXSEARCH_RUN"
 """Environment variable that names the folder where the ranks that flexsearch starts on one machine meet, and leave
 results and errors."""
 
-BEHIND: Final = 10
-"""Steps of ``nice``, each of which is a weight 1.25 times as low."""
-
 
 def is_rank() -> bool:
     """Whether this process was started as a rank, by torchrun or by flexsearch itself."""
@@ -49,20 +46,6 @@ def prefer_throughput() -> None:
         with suppress(OSError):
             if os.sched_getscheduler(int(thread.name)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
-
-
-def let_computing_go_first() -> None:
-    """Give gloo's threads that watch connections a tenth of what the thread that computes gets of their core. For ranks
-    with a core of their own: beside another rank's computing, too, these threads would come too late.
-
-    Such a thread asks again at once where it finds the lock of a connection taken. Where it has driven out the thread
-    that holds it, as that sends, it does so until its share is used up: up to 16 ms (Linux 6.18), so at most a tick.
-    """
-    for thread in Path("/proc/self/task").glob("*"):  # none but on Linux
-        with suppress(OSError):  # gone meanwhile
-            if (thread / "comm").read_text(encoding="utf-8").strip() == "gloo_tcp_loop":
-                nice = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + BEHIND)
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
 
 
 def kernel_identity() -> str:

@@ -50,30 +50,6 @@ def test_a_rank_on_a_cpu_does_so_and_gloos_threads_with_it() -> None:
     assert printed(JOIN) == ["True"]
 
 
-BEHIND = """
-import os
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from flexsearch.ranks import let_computing_go_first
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-let_computing_go_first()
-let_computing_go_first()
-nice = {}
-for thread in Path("/proc/self/task").iterdir():
-    name = (thread / "comm").read_text().strip()
-    nice.setdefault(name == "gloo_tcp_loop", set()).add(os.getpriority(os.PRIO_PROCESS, int(thread.name)))
-own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-print(nice == {True: {min(19, own + 10)}, False: {own}}, flush=True)
-os._exit(0)
-"""
-
-
-@batch
-def test_threads_that_watch_connections_come_behind_those_that_compute_however_often_that_is_asked() -> None:
-    assert printed(BEHIND) == ["True"]
-
-
 def printed(script: str) -> list[str]:
     """Words that a script prints in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

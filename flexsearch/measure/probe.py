@@ -34,7 +34,7 @@ from flexsearch.measure.beside import PARTS, Bucket, Network
 from flexsearch.measure.fit import PAUSE_BYTES, FormTime, Measured, Pair, fit, messages, processors
 from flexsearch.measure.machine import Compute, Facts, facts, measure
 from flexsearch.measure.transfers import FINISH, Meanwhile, Transfers
-from flexsearch.ranks import let_computing_go_first, prefer_throughput, rendezvous
+from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS, ONE_CALL
 
@@ -140,9 +140,6 @@ class _Probe:
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
         found = self.gather(facts(self.transfers.device))
-        shared = processors(found)
-        if self.backend == "gloo" and shared.count(shared[self.rank]) == 1:  # as ranks do that run a plan
-            let_computing_go_first()
         compute = self.measure_compute(found)
         latency: dict[Pair, float] = {}
         bandwidth: dict[Pair, float] = {}

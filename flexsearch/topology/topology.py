@@ -127,9 +127,10 @@ class Topology(files.FileModel):
         index = {r.name: k for k, r in enumerate(self.resources) if r.kind == "processor"}
         return tuple(index[_processor(device)] for device in self.devices)
 
-    def has_own_processor(self, device: int) -> bool:
-        """Whether no other device is on the processor of this one."""
-        return self.processor_of.count(self.processor_of[device]) == 1
+    @property
+    def shares_processors(self) -> bool:
+        """Whether some devices are on the same processor."""
+        return len(set(self.processor_of)) < len(self.devices)
 
     @cached_property
     def links_of_processors(self) -> dict[int, tuple[int, ...]]:
