@@ -2,16 +2,19 @@
 
 A connection has one lock. Gloo's thread that watches connections, which finds that lock taken by a thread that sends,
 asks again at once; where it has driven out the other from their core, it does so until its share of it is used up, up
-to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Where several ranks
-compute on a core, this costs more than it brings: what goes one way only is acknowledged late.
+to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Small messages are
+better off with one for both directions, whose data acknowledges what has come, and so are ranks that share cores.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
+LARGE_BYTES: Final = 2**20
+"""Of the messages of one communication to one rank."""
 _downwards: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
 
 
@@ -27,6 +30,6 @@ class Directions:
                 _downwards[world] = dist.new_group(timeout=timeout)
             self._downwards = _downwards[world]
 
-    def group(self, source: int, destination: int) -> dist.ProcessGroup | None:
-        """That of messages from one rank to another; None is the group of all."""
-        return None if source < destination else self._downwards
+    def group(self, source: int, destination: int, nbytes: int) -> dist.ProcessGroup | None:
+        """That of messages of so many bytes together from one rank to another; None is the group of all."""
+        return None if source < destination or nbytes < LARGE_BYTES else self._downwards

@@ -94,7 +94,7 @@ class Transfers:
         works: list[dist.Work | None] = []
         if self.backend == "gloo":
             works = [
-                dist.irecv(tensor, peer, self.ways.group(peer, self.rank), tag=self.tag)
+                dist.irecv(tensor, peer, self.ways.group(peer, self.rank, tensor.nbytes), tag=self.tag)
                 for peer, tensor in received.items()
             ]
         self.synchronize()
@@ -105,7 +105,7 @@ class Transfers:
         began = time.perf_counter()
         if self.backend == "gloo":
             works += [
-                dist.isend(tensor, peer, self.ways.group(self.rank, peer), tag=self.tag)
+                dist.isend(tensor, peer, self.ways.group(self.rank, peer, tensor.nbytes), tag=self.tag)
                 for peer, tensor in outgoing.items()
             ]
         elif outgoing or received:

@@ -103,7 +103,7 @@ class Wire:
             return _nothing
         rows = [
             (
-                peer, self._ways.group(peer, self.rank), length,
+                peer, self._ways.group(peer, self.rank, length * dtype.itemsize), length,
                 [(m[0].offset, m[-1].offset + volume(m[-1].move.box)) for m in plan.messages(parts)],
             )
             for (peer, length), parts in zip(plan.receive_length.items(), plan.receives.values(), strict=True)
@@ -167,14 +167,16 @@ class Wire:
             0 if stored and len(parts) == 1 else dtype.itemsize * sum(volume(part.move.box) for part in parts)
             for parts in (message for peers, parts in rows for message in self._grouped(plan, parts))
         ]
-        total, rank, ways = sum(kept), self.rank, self._ways
+        total = sum(kept)
+        bytes_to = {p: dtype.itemsize * sum(volume(x.move.box) for x in parts) for p, parts in plan.sends.items()}
+        groups = {peer: self._ways.group(self.rank, peer, nbytes) for peer, nbytes in bytes_to.items()}
 
         def send() -> None:
             self._finish_down_to(self._ahead - total)
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
                 message = packed.view(torch.uint8)
-                works = [present(dist.isend(message, peer, ways.group(rank, peer), tag=task)) for peer in peers]
+                works = [present(dist.isend(message, peer, groups[peer], tag=task)) for peer in peers]
                 sent.append((task, works, [packed], nbytes))
             self._sending += total
 
