@@ -19,7 +19,7 @@ FLOOR = {
     "errors": -3, "children": -3, "ranks": -3, "allocator": -3,
     "translating": -4, "linking": -3,
     "clocks": -2, "saved": -2, "compiled": -2, "direct": -2, "packed": -2, "quantities": -2, "output": -2,
-    "backward": -2, "experts": -2,
+    "backward": -2, "directions": -2, "experts": -2,
     "files": -1, "zoo": -1, "sync": -1, "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
     "lower": 2,
@@ -32,7 +32,7 @@ FLOOR = {
 ``flexsearch/__init__.py``, which hands on what lies below."""
 
 WITH_TORCH = (
-    "backward", "clocks", "experts", "saved",
+    "backward", "clocks", "directions", "experts", "saved",
     "graph.assemble", "graph.blocks", "graph.checks", "graph.decompose", "graph.experts", "graph.export",
     "graph.fingerprint", "graph.flex", "graph.fold", "graph.huggingface", "graph.imported", "graph.importer",
     "graph.loading", "graph.losses", "graph.operands", "graph.prepare", "graph.regions", "graph.repeats",

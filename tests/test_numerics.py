@@ -251,6 +251,7 @@ def _apart(imported: Imported, file: str) -> tuple[History, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_parts, "ALONE_BYTES", 1)
+        patch.setattr(runtime_parts, "COPIED_BYTES", 1)
         patch.setattr(Plan, "messages", counted)
         return _staged(imported, file, False), more[0]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexsearch.measure.fit import Pair
+from flexsearch.directions import Directions
+from flexsearch.measure.fit import Pair, processors
+from flexsearch.measure.machine import facts
 
 T = TypeVar("T")
+TIMEOUT: Final = timedelta(minutes=2)
 Meanwhile = Callable[[], object]
 Finish = Callable[[list[Tensor]], Tensor]
 
@@ -37,6 +41,8 @@ class Transfers:
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         # NCCL's barrier and gathering would run on the device; figures go round by CPU.
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
+        shared = processors(self.gather(facts(self.device)))
+        self.ways = Directions(backend == "gloo" and len(set(shared)) == self.size, TIMEOUT)
         self.tag = 0
         self.packing_s = self.copying_s = 0.0
         """Of the last ``move`` or ``all_reduce``: processor seconds for which this thread put together what it sent,
@@ -87,7 +93,10 @@ class Transfers:
         own = torch.ones(max(incoming.values(), default=0) // 4, device=self.device) if finish else torch.empty(0)
         works: list[dist.Work | None] = []
         if self.backend == "gloo":
-            works = [dist.irecv(tensor, peer, tag=self.tag) for peer, tensor in received.items()]
+            works = [
+                dist.irecv(tensor, peer, self.ways.group(peer, self.rank, tensor.nbytes), tag=self.tag)
+                for peer, tensor in received.items()
+            ]
         self.synchronize()
         self.packing_s = self.copying_s = 0.0
         if finish:
@@ -95,7 +104,10 @@ class Transfers:
         self.barrier()
         began = time.perf_counter()
         if self.backend == "gloo":
-            works += [dist.isend(tensor, peer, tag=self.tag) for peer, tensor in outgoing.items()]
+            works += [
+                dist.isend(tensor, peer, self.ways.group(self.rank, peer, tensor.nbytes), tag=self.tag)
+                for peer, tensor in outgoing.items()
+            ]
         elif outgoing or received:
             works += dist.batch_isend_irecv(
                 [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in received.items()]

@@ -18,7 +18,9 @@ from flexsearch.lower import Communication, Lowered, Move
 
 Action = Callable[[], None]
 ALONE_BYTES = 1 << 16
-"""Least bytes of a part that goes in a message of its own: to copy it would take as long as to issue one."""
+"""Fewer bytes of a part are copied into a message with others, which takes no longer than one of its own."""
+COPIED_BYTES = 1 << 18
+"""So are as many, if no rank minds a copy of that size (``liveness.ahead_bytes``): a message costs both sides 35 us."""
 
 
 def cut(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
@@ -73,6 +75,7 @@ class Plan:
     the parts that it ``adds`` to regions of a flat buffer of ``length`` elements, with each of these regions; and by
     (member, box) the ``totals`` that it gets, in what the call returns. ``images``: members whose regions lie in flat
     buffers with the channels last, as in the tensors that they are cut from, so that neither side copies.
+    ``copied_bytes``: copies of so many do not matter to the memory of any of the devices.
     """
 
     what: Communication
@@ -86,17 +89,18 @@ class Plan:
     length: int = 0
     block: int = 0
     images: Collection[int] = ()
+    copied_bytes: int = 0
 
     def messages(self, parts: Sequence[Part]) -> list[list[Part]]:
         """What goes in one message each of parts for a peer. A large one goes by itself, without a copy, where that
         keeps nothing alive that is not sent: it is all of its source, or nothing of that stays."""
         rows: list[list[Part]] = []
-        apart = True
+        apart, least = True, max(ALONE_BYTES, min(COPIED_BYTES, self.copied_bytes))
         for part in parts:
             member, source = self.what.members[part.member], part.move.source
             phase = member.reshard.phases[member.phase]
             alone = phase.source[source].box == part.move.box or all(move.source != source for move in phase.local)
-            large = alone and volume(part.move.box) * self.dtype.itemsize >= ALONE_BYTES
+            large = alone and volume(part.move.box) * self.dtype.itemsize >= least
             if large or apart:
                 rows.append([])
             rows[-1].append(part)

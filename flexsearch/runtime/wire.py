@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexsearch.directions import Directions
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
 from flexsearch.graph.images import images
@@ -76,18 +77,21 @@ class Wire:
         self.lowered, self.rank, self.device = lowered, rank, device
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
-        pictures = images(lowered.graph)
+        timeout = timedelta(seconds=timeout_s)
+        self._ways = Directions(self.eager and not lowered.topology.shares_processors, timeout)
+        pictures, ahead = images(lowered.graph), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
                 if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
-                    process_group(what.devices, timedelta(seconds=timeout_s))
+                    process_group(what.devices, timeout)
                 if rank in what.devices:
                     self.plans[task] = plan_of(lowered, what, rank, pictures, device)
+                    self.plans[task].copied_bytes = min(ahead[d] for d in what.devices)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
-        self._ahead = ahead_bytes(lowered, rank)
+        self._ahead = ahead[rank]
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
 
@@ -98,16 +102,20 @@ class Wire:
         if not self.eager:
             return _nothing
         rows = [
-            (peer, length, [(m[0].offset, m[-1].offset + volume(m[-1].move.box)) for m in plan.messages(parts)])
+            (
+                peer, self._ways.group(peer, self.rank, length * dtype.itemsize), length,
+                [(m[0].offset, m[-1].offset + volume(m[-1].move.box)) for m in plan.messages(parts)],
+            )
             for (peer, length), parts in zip(plan.receive_length.items(), plan.receives.values(), strict=True)
         ]
 
         def run() -> None:
             works: list[dist.Work] = []
             buffers = []
-            for peer, length, places in rows:
+            for peer, group, length, places in rows:
                 buffer = torch.empty(length, dtype=dtype, device=device)
-                own = [present(dist.irecv(buffer[a:b].view(torch.uint8), peer, tag=task)) for a, b in places]
+                messages = [buffer[a:b].view(torch.uint8) for a, b in places]
+                own = [present(dist.irecv(message, peer, group, tag=task)) for message in messages]
                 works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
@@ -160,12 +168,15 @@ class Wire:
             for parts in (message for peers, parts in rows for message in self._grouped(plan, parts))
         ]
         total = sum(kept)
+        bytes_to = {p: dtype.itemsize * sum(volume(x.move.box) for x in parts) for p, parts in plan.sends.items()}
+        groups = {peer: self._ways.group(self.rank, peer, nbytes) for peer, nbytes in bytes_to.items()}
 
         def send() -> None:
             self._finish_down_to(self._ahead - total)
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
-                works = [present(dist.isend(packed.view(torch.uint8), peer, tag=task)) for peer in peers]
+                message = packed.view(torch.uint8)
+                works = [present(dist.isend(message, peer, groups[peer], tag=task)) for peer in peers]
                 sent.append((task, works, [packed], nbytes))
             self._sending += total
 

@@ -127,6 +127,11 @@ class Topology(files.FileModel):
         index = {r.name: k for k, r in enumerate(self.resources) if r.kind == "processor"}
         return tuple(index[_processor(device)] for device in self.devices)
 
+    @property
+    def shares_processors(self) -> bool:
+        """Whether some devices are on the same processor."""
+        return len(set(self.processor_of)) < len(self.devices)
+
     @cached_property
     def links_of_processors(self) -> dict[int, tuple[int, ...]]:
         """Processor -> links that its devices hang on, each direction; indices into ``resources``."""

@@ -1,0 +1,35 @@
+"""Connections of their own for gloo's messages to lower ranks, where each rank has a core of its own.
+
+A connection has one lock. Gloo's thread that watches connections, which finds that lock taken by a thread that sends,
+asks again at once; where it has driven out the other from their core, it does so until its share of it is used up, up
+to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Small messages are
+better off with one for both directions, whose data acknowledges what has come, and so are ranks that share cores.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+
+LARGE_BYTES: Final = 2**20
+"""Of the messages of one communication to one rank."""
+_downwards: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
+
+
+class Directions:
+    """The process groups of this rank's messages. ``apart``: each direction has its own, for which all ranks must come
+    here at the same place."""
+
+    def __init__(self, apart: bool, timeout: timedelta) -> None:
+        self._downwards: dist.ProcessGroup | None = None
+        if apart:
+            world = dist.group.WORLD
+            if world not in _downwards:
+                _downwards[world] = dist.new_group(timeout=timeout)
+            self._downwards = _downwards[world]
+
+    def group(self, source: int, destination: int, nbytes: int) -> dist.ProcessGroup | None:
+        """That of messages of so many bytes together from one rank to another; None is the group of all."""
+        return None if source < destination or nbytes < LARGE_BYTES else self._downwards
