@@ -7,6 +7,7 @@ and let go counts as there at the same time, so peaks between moments are no low
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 
 from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
@@ -24,13 +25,14 @@ class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not). ``cut``: the task behind which, before the next one, a part is cut out, which is
     the begin or the end (-1: none). ``joined``: the task right before which it is put together; ``used_up``: the one
-    right before which something is put together from it (-1: none)."""
+    right before which something is put together from it (-1: none). ``behind``: the block behind which it begins (-1:
+    none)."""
 
-    __slots__ = ("block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
+    __slots__ = ("behind", "block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
-        self.block, self.cut, self.joined, self.used_up = 0, -1, -1, -1
+        self.block, self.behind, self.cut, self.joined, self.used_up = 0, -1, -1, -1, -1
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -62,6 +64,8 @@ class _Walk:
         """(kind, operator, device) -> task."""
         self.crossing: dict[tuple[str, int, int, int], list[int]] = {}
         """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
+        self.sending: dict[tuple[int, int], list[int]] = {}
+        """(weight, device) -> those in which the device sends gradients as its pieces make them."""
         self.used: dict[tuple[int, int], int] = {}
         """(communication task, device) -> the first compute task there that waits for it."""
         self._index()
@@ -92,6 +96,8 @@ class _Walk:
                     for device in {*what.senders, *what.receivers}:
                         key = communication.purpose, member.key, member.phase, device
                         self.crossing.setdefault(key, []).append(t)
+                    for device in what.senders if communication.purpose == "synchronise" and not member.phase else ():
+                        self.sending.setdefault((member.key, device), []).append(t)
 
     def _given(self) -> set[tuple[int, int]]:
         """Gradients that are sent, or used where they are made."""
@@ -146,6 +152,8 @@ class _Walk:
             part: Part = "activations" if tensor.kind == "input" else "weights"
             for device, box in boxes.items():
                 self._always(device, volume(box) * tensor.itemsize, part)
+            if len(tensor.shape) == 4 and tensor.dtype in ("float32", "bfloat16"):
+                self._images(tensor)
         for weight in lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             kept = state_bytes(tensor, options.optimizer, options.precision)
@@ -153,6 +161,18 @@ class _Walk:
                 self._always(device, volume(box) * tensor.itemsize, "weights")
                 if weight.plan.sync is not None and kept:
                     self._always(device, volume(box) * kept, "optimizer")
+
+    def _images(self, tensor: Tensor) -> None:
+        """The copies of images at hand with the channels last."""
+        for e in self.lowered.edges_of[tensor.name]:
+            readers = [reader for reader, _ in self.lowered.edges[e].readers]
+            for device, box, _ in self.lowered.edges[e].need:
+                _, channels, *places = (high - low for low, high in box)
+                if channels == 1 or prod(places) == 1 or self.lowered.topology.devices[device].kind != "cpu":
+                    continue
+                late = self.graph.operators[readers[0]].half == "weights"
+                now = self.task[TaskKind.BACKWARD if late else TaskKind.FORWARD, readers[0], device]
+                self.held[e, device] = self._new(device, volume(box) * tensor.itemsize, "activations", now)
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""
@@ -336,10 +356,34 @@ class _Walk:
                     born[device] = max(born.get(device, 0), span.last)
                     if device in sync.aliased:
                         span.until(self._update(device))
-                    elif ("synchronise", w, 0, device) not in self.crossing:
+                    elif not (sent := self.sending.get((w, device))):
                         span.cut = span.last
+                    elif message := self._cut_beside(w, device, span):
+                        self._new(device, message, "buffers", sent[0]).until(sent[-1])
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
+                if (w, device) in self.sending and span.first == self.crossing["synchronise", w, 0, device][0]:
+                    self._begin_behind(w, device, span)
+
+    def _cut_beside(self, w: int, device: int, span: Span) -> int:
+        """Bytes of messages with the rest of a gradient of which a device keeps a part; 0 if it keeps none."""
+        sync, itemsize = self.lowered.weights[w].plan.sync, self.graph.tensor[self.lowered.weights[w].tensor].itemsize
+        assert sync is not None
+        kept = _sizes(sync.destination, itemsize).get(device, 0)
+        received = any(device in exchange.receivers for exchange in sync.exchanges)
+        return max(0, span.nbytes - kept) if kept and (not received or sync.staged[0].get(device)) else 0
+
+    def _begin_behind(self, w: int, device: int, span: Span) -> None:
+        """What a device keeps of a gradient that it sends is cut out behind that, but of the largest of a bucket."""
+        sync, rows, buckets = self.lowered.weights[w].plan.sync, self.lowered.tasks.identity, self.lowered.rows.blocks
+        assert sync is not None
+        sizes = [self.graph.tensor[weight.tensor].nbytes for weight in self.lowered.weights]
+        together = [v for v, bucket in enumerate(buckets.bucket.tolist()) if bucket == buckets.bucket[w]]
+        received = any(device in exchange.receivers for exchange in sync.exchanges)
+        cut = not received or sync.staged[0].get(device)
+        if cut and max(together, key=lambda v: (sizes[v], -v)) != w:
+            span.behind = rows[span.first].block
+            span.first = next(t for t in range(span.first, len(rows)) if rows[t].block > span.behind)
 
     def _update(self, device: int) -> int:
         return self.task.get((TaskKind.UPDATE, -1, device), self.end)
@@ -348,6 +392,7 @@ class _Walk:
         """What is sent lives until its last communication of the first phase has been issued."""
         for device, span in spans.items():
             sent = self.crossing.get((purpose, key, 0, device), ())
+            sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
             if sent and purpose in _OF_ACTIVATIONS and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
@@ -376,7 +421,8 @@ class _Walk:
             # Where nothing arrives and nothing is cut, no reader makes a gradient: it is zero, from the first one on.
             otherwise = born.get(device, min(born.values(), default=0))
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
-            if purpose == "synchronise" and not tasks and device in born:
+            sends = (key, device) in self.sending or ("synchronise", key, 1, device) in self.crossing
+            if purpose == "synchronise" and not sends and device in born:
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if hold:

@@ -85,6 +85,7 @@ def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
     first, last = moments[span.first], max(moments[span.last], 2 * span.block)
     first = put_together(lowered, span.joined) if span.joined >= 0 else first
+    first = 2 * (span.behind + 1) if span.behind >= 0 else first
     last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
     if span.cut < 0:
         return first, last

@@ -5,7 +5,8 @@ computing (number 2 * block) and communicating (2 * block + 1). A **span** is by
 last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
-  read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
+  read in all microbatches, from the first row to the last (on a CPU of images what each microbatch reads besides, with
+  the channels last, from there to the last use: ``graph.images``); weights as they are stored, with the optimizer's state for
   those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
   copy besides).
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
@@ -39,7 +40,9 @@ last moment, both included. These are the spans:
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where a part stays and nothing is sent, the part is cut out behind the
+  stored: from that communication to the update. Where a part stays, the rest is there twice when it is sent, in messages;
+  behind that the parts are cut out, one weight of a bucket after the other, the largest first: while this is copied, the
+  whole gradients and the messages are there. Where a part stays and nothing is sent, it is cut out behind the
   backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
   until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
   later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
@@ -72,9 +75,18 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART
+from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART, Landings
 from flexsearch.lower.interned import entries_of, rank_of
-from flexsearch.simulate.copies import differentiate, distribute, land, note_gradient, put_together
+from flexsearch.simulate.copies import (
+    differentiate,
+    distribute,
+    hand_on,
+    is_late,
+    land,
+    last_use,
+    note_gradient,
+    put_together,
+)
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
@@ -115,6 +127,8 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
         part = np.uint64(units.part[t])
         _hold_box(sources, state, begin, end, t, part, spans)
+        if units.at_hand_image[t] == 1:
+            _hold_images(sources, state, begin, end, t, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):
@@ -127,7 +141,7 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
 def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part: Any, spans: Spans) -> None:
     """The bounding box of what the readers ``begin`` to ``end`` of a tensor at hand want on each device, in all
     microbatches, all the time."""
-    wiring, layouts, pools, units = sources.wiring, sources.layouts, sources.pools, sources.units
+    layouts, units = sources.layouts, sources.units
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
     rank = ZERO
@@ -135,8 +149,7 @@ def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part
         slot = np.uint64(units.reader[k])
         if sources.program.flows[slot] == GRADIENT:
             continue
-        config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
-        layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
+        layout = _read_layout(sources, state, slot)
         rank, box = rank_of(layouts, layout), np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
         first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
         for row in range(entries_of(layouts, layout)):
@@ -156,6 +169,48 @@ def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part
                 rows = spans.high[reading, r] - spans.low[reading, r]
                 nbytes *= rows + units.at_hand_shift[t] if r == 0 else rows
             add(spans, reading, nbytes, part, ZERO, end_of(sources))
+
+
+@lean
+def _read_layout(sources: Sources, state: State, slot: Any) -> Any:
+    """The layout in which the reader of a slot wants what is at hand."""
+    wiring, pools = sources.wiring, sources.pools
+    config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
+    return np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
+
+
+@lean
+def _hold_images(sources: Sources, state: State, begin: Any, end: Any, t: Any, spans: Spans) -> None:
+    """The copies, channels last, of images at hand: one for the readers that want the same of them, from the first of
+    these to the last use."""
+    units, wiring, layouts, flows = sources.units, sources.wiring, sources.layouts, sources.program.flows
+    for k in range(begin, end):
+        slot, until, known = np.uint64(units.reader[k]), ZERO, False
+        layout = _read_layout(sources, state, slot)
+        for j in range(begin, end):
+            other = np.uint64(units.reader[j])
+            if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
+                known = known or j < k
+                until = max(until, last_use(sources, state, units.reader, j))
+        if known or flows[slot] == GRADIENT:
+            continue
+        reader = np.uint64(wiring.slot_operator[slot])
+        blocks = units.backward_block if is_late(sources, reader) else units.forward_block
+        now = TWO * np.uint64(blocks[reader])
+        first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+        entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
+        box = np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
+        for row in range(entries_of(layouts, layout)):
+            d, at = np.uint64(layouts.device[first + row]), box + row * rank_of(layouts, layout)
+            if d < np.uint64(spans.reads.shape[0]) and units.on_cpu[d] == 1:
+                channels = layouts.box[at + ONE, 1] - layouts.box[at + ONE, 0]
+                if 1 < channels < layouts.volume[entry + row] // (layouts.box[at, 1] - layouts.box[at, 0]):
+                    nbytes = layouts.volume[entry + row] * units.at_hand_itemsize[t]
+                    handle = add(spans, d, nbytes, ACTIVATIONS, now, until)
+                    for j in range(k, end):
+                        other = np.uint64(units.reader[j])
+                        if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
+                            hand_on(sources, state, other, other, d, handle, 0, NOTHING, spans)
 
 
 # ---- activations
@@ -332,17 +387,26 @@ def _send_gradients(
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            if role & TAKES_PART or (summed and role & ALIASED == 0):
+            if role & SENDS or (summed and role & ALIASED == 0):
                 prolong(spans, handle, sent)
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
+            message = spans.nbytes[handle - ONE] - landings.copy[row]
             if role & ALIASED:
                 prolong(spans, handle, update)
-            elif role & TAKES_PART and alone and used < sent:
-                message = spans.nbytes[handle - ONE] - landings.copy[row]
-                if message > 0:
+            elif role & SENDS and message > 0:
+                if alone and used < sent:
                     carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)
+                elif _cuts(landings, row):
+                    add(spans, d, message, BUFFERS, sent, sent)
+
+
+@lean
+def _cuts(landings: Landings, row: Any) -> Any:
+    """Whether a device keeps a part of a gradient that it sends another part of."""
+    role, joined = landings.role[row], landings.staged[row] > 0
+    return landings.copy[row] > 0 and role & SENDS and (joined or role & RECEIVES == 0)
 
 
 @lean
@@ -361,7 +425,10 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
+        stored = land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried)
+        prolong(spans, stored, update)
+        if units.largest[w] == 0 and _cuts(landings, row) and spans.first[stored - ONE] == sent:
+            spans.first[stored - ONE] = sent + ONE
         if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
             kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
             carry(spans, kept, used, True)

@@ -110,9 +110,13 @@ class Convolution(Contraction):
         strides, inside, outside, dilations, groups = self._numbers(op, piece, shapes)
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-            return call(F.pad(x, outside) if outside else x, weight, bias, strides, inside, dilations, groups)
+            return call(x, weight, bias, strides, inside, dilations, groups)
 
-        return run
+        if not outside:
+            return run
+        from flexsearch.graph.ops.conv_padded import padded_call
+
+        return lambda x, *weights: padded_call(run, x, outside, *weights)
 
     def _numbers(
         self, op: Operator, piece: Piece, shapes: Shapes
