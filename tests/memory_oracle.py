@@ -25,14 +25,13 @@ class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not). ``cut``: the task behind which, before the next one, a part is cut out, which is
     the begin or the end (-1: none). ``joined``: the task right before which it is put together; ``used_up``: the one
-    right before which something is put together from it (-1: none). ``behind``: the block behind which it begins (-1:
-    none)."""
+    right before which something is put together from it (-1: none)."""
 
-    __slots__ = ("behind", "block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
+    __slots__ = ("block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
-        self.block, self.behind, self.cut, self.joined, self.used_up = 0, -1, -1, -1, -1
+        self.block, self.cut, self.joined, self.used_up = 0, -1, -1, -1
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -170,8 +169,9 @@ class _Walk:
                 _, channels, *places = (high - low for low, high in box)
                 if channels == 1 or prod(places) == 1 or self.lowered.topology.devices[device].kind != "cpu":
                     continue
-                late = self.graph.operators[readers[0]].half == "weights"
-                now = self.task[TaskKind.BACKWARD if late else TaskKind.FORWARD, readers[0], device]
+                late = [self.graph.operators[reader].half == "weights" for reader in readers]
+                kinds = [TaskKind.BACKWARD if half else TaskKind.FORWARD for half in late]
+                now = min(self.task[kind, i, device] for kind, i in zip(kinds, readers, strict=True))
                 self.held[e, device] = self._new(device, volume(box) * tensor.itemsize, "activations", now)
 
     def _weights(self) -> None:
@@ -356,34 +356,10 @@ class _Walk:
                     born[device] = max(born.get(device, 0), span.last)
                     if device in sync.aliased:
                         span.until(self._update(device))
-                    elif not (sent := self.sending.get((w, device))):
+                    elif (w, device) not in self.sending:
                         span.cut = span.last
-                    elif message := self._cut_beside(w, device, span):
-                        self._new(device, message, "buffers", sent[0]).until(sent[-1])
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
-                if (w, device) in self.sending and span.first == self.crossing["synchronise", w, 0, device][0]:
-                    self._begin_behind(w, device, span)
-
-    def _cut_beside(self, w: int, device: int, span: Span) -> int:
-        """Bytes of messages with the rest of a gradient of which a device keeps a part; 0 if it keeps none."""
-        sync, itemsize = self.lowered.weights[w].plan.sync, self.graph.tensor[self.lowered.weights[w].tensor].itemsize
-        assert sync is not None
-        kept = _sizes(sync.destination, itemsize).get(device, 0)
-        received = any(device in exchange.receivers for exchange in sync.exchanges)
-        return max(0, span.nbytes - kept) if kept and (not received or sync.staged[0].get(device)) else 0
-
-    def _begin_behind(self, w: int, device: int, span: Span) -> None:
-        """What a device keeps of a gradient that it sends is cut out behind that, but of the largest of a bucket."""
-        sync, rows, buckets = self.lowered.weights[w].plan.sync, self.lowered.tasks.identity, self.lowered.rows.blocks
-        assert sync is not None
-        sizes = [self.graph.tensor[weight.tensor].nbytes for weight in self.lowered.weights]
-        together = [v for v, bucket in enumerate(buckets.bucket.tolist()) if bucket == buckets.bucket[w]]
-        received = any(device in exchange.receivers for exchange in sync.exchanges)
-        cut = not received or sync.staged[0].get(device)
-        if cut and max(together, key=lambda v: (sizes[v], -v)) != w:
-            span.behind = rows[span.first].block
-            span.first = next(t for t in range(span.first, len(rows)) if rows[t].block > span.behind)
 
     def _update(self, device: int) -> int:
         return self.task.get((TaskKind.UPDATE, -1, device), self.end)

@@ -88,15 +88,12 @@ class Plan:
     images: Collection[int] = ()
 
     def messages(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """What goes in one message each of parts for a peer. A large one goes by itself, without a copy, where that
-        keeps nothing alive that is not sent: it is all of its source, or nothing of that stays."""
+        """What goes in one message each of parts for a peer: a large one goes by itself, without a copy where it is not
+        scattered in its tensor."""
         rows: list[list[Part]] = []
         apart = True
         for part in parts:
-            member, source = self.what.members[part.member], part.move.source
-            phase = member.reshard.phases[member.phase]
-            alone = phase.source[source].box == part.move.box or all(move.source != source for move in phase.local)
-            large = alone and volume(part.move.box) * self.dtype.itemsize >= ALONE_BYTES
+            large = volume(part.move.box) * self.dtype.itemsize >= ALONE_BYTES
             if large or apart:
                 rows.append([])
             rows[-1].append(part)

@@ -300,14 +300,9 @@ class _Compiler(Emitter):
             last.append(transport)
         self.emit(Start(task, tuple(sources), self.slot(Key("arrived", task))))
         self.started.add(task)
-        sent = dict.fromkeys(last) if what.purpose == "synchronise" else ()
-        for transport in sorted(sent, key=self._nbytes, reverse=True):  # as the account of memory has it
+        for transport in dict.fromkeys(last) if what.purpose == "synchronise" else ():
             if not self.missing[transport]:  # else its own gradients are still to come
                 self._over(transport)
-
-    def _nbytes(self, transport: Transport) -> int:
-        """Of the weight that a transport synchronises."""
-        return self.graph.tensor[self.lowered.weights[transport.key].tensor].nbytes
 
     # ---- gradients of weights and results
 

@@ -40,9 +40,7 @@ last moment, both included. These are the spans:
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where a part stays, the rest is there twice when it is sent, in messages;
-  behind that the parts are cut out, one weight of a bucket after the other, the largest first: while this is copied, the
-  whole gradients and the messages are there. Where a part stays and nothing is sent, it is cut out behind the
+  stored: from that communication to the update. Where a part stays and nothing is sent, the part is cut out behind the
   backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
   until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
   later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
@@ -75,7 +73,7 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART, Landings
+from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
     differentiate,
@@ -185,18 +183,18 @@ def _hold_images(sources: Sources, state: State, begin: Any, end: Any, t: Any, s
     these to the last use."""
     units, wiring, layouts, flows = sources.units, sources.wiring, sources.layouts, sources.program.flows
     for k in range(begin, end):
-        slot, until, known = np.uint64(units.reader[k]), ZERO, False
+        slot, begun, until, known = np.uint64(units.reader[k]), end_of(sources), ZERO, False
         layout = _read_layout(sources, state, slot)
         for j in range(begin, end):
             other = np.uint64(units.reader[j])
             if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
                 known = known or j < k
+                reader = np.uint64(wiring.slot_operator[other])
+                blocks = units.backward_block if is_late(sources, reader) else units.forward_block
+                begun = min(begun, TWO * np.uint64(blocks[reader]))
                 until = max(until, last_use(sources, state, units.reader, j))
         if known or flows[slot] == GRADIENT:
             continue
-        reader = np.uint64(wiring.slot_operator[slot])
-        blocks = units.backward_block if is_late(sources, reader) else units.forward_block
-        now = TWO * np.uint64(blocks[reader])
         first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
         entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
         box = np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
@@ -206,7 +204,7 @@ def _hold_images(sources: Sources, state: State, begin: Any, end: Any, t: Any, s
                 channels = layouts.box[at + ONE, 1] - layouts.box[at + ONE, 0]
                 if 1 < channels < layouts.volume[entry + row] // (layouts.box[at, 1] - layouts.box[at, 0]):
                     nbytes = layouts.volume[entry + row] * units.at_hand_itemsize[t]
-                    handle = add(spans, d, nbytes, ACTIVATIONS, now, until)
+                    handle = add(spans, d, nbytes, ACTIVATIONS, begun, until)
                     for j in range(k, end):
                         other = np.uint64(units.reader[j])
                         if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
@@ -392,21 +390,12 @@ def _send_gradients(
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
-            message = spans.nbytes[handle - ONE] - landings.copy[row]
             if role & ALIASED:
                 prolong(spans, handle, update)
-            elif role & SENDS and message > 0:
-                if alone and used < sent:
+            elif role & SENDS and alone and used < sent:
+                message = spans.nbytes[handle - ONE] - landings.copy[row]
+                if message > 0:
                     carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)
-                elif _cuts(landings, row):
-                    add(spans, d, message, BUFFERS, sent, sent)
-
-
-@lean
-def _cuts(landings: Landings, row: Any) -> Any:
-    """Whether a device keeps a part of a gradient that it sends another part of."""
-    role, joined = landings.role[row], landings.staged[row] > 0
-    return landings.copy[row] > 0 and role & SENDS and (joined or role & RECEIVES == 0)
 
 
 @lean
@@ -425,10 +414,7 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        stored = land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried)
-        prolong(spans, stored, update)
-        if units.largest[w] == 0 and _cuts(landings, row) and spans.first[stored - ONE] == sent:
-            spans.first[stored - ONE] = sent + ONE
+        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
         if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
             kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
             carry(spans, kept, used, True)

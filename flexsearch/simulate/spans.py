@@ -39,7 +39,7 @@ class Units(NamedTuple):
     ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
     which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
     one for every microbatch (the same where there is no other), the last of the next microbatch where it comes before
-    the first; whether it is the ``largest`` of its bucket. By tensor at hand: its
+    the first. By tensor at hand: its
     readers' slots (``reader``), ``at_hand_itemsize``, whether it is an image of which devices ``on_cpu`` (by device) make
     copies (``at_hand_image``), ``at_hand_shift``, rows from the first microbatch of the batch to
     the last one (0: it does not run over samples), ``at_hand_bytes`` in all, the ``part`` of memory that it belongs
@@ -83,7 +83,6 @@ class Units(NamedTuple):
     each_block: U32
     each_second: U32
     each_added: U32
-    largest: U8
     reader_first: U32
     reader_last: U32
     reader: U32

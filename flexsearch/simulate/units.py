@@ -52,7 +52,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
     devices, blocks = len(topology.devices), len(schedule.kind)
-    kinds = 1 if schedule.microbatches[0] == 1 else 3
+    kinds = (0, 1, 3)[int(schedule.microbatches[0])] if schedule.microbatches[0] < 3 else 4
     chunk_of, chunk_first = _chunks(schedule, blocks)
     capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
@@ -147,7 +147,7 @@ def make_units(
         is_view=_flags(r.alias for r in rules), extra=_sizes(r.extra for r in rules),
         halves=_sizes(r.halves for r in rules), weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
-        each_block=each[0], each_second=each[1], each_added=each[2], largest=_largest(graph, table, list(weights)),
+        each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_image=_flags(pictures), on_cpu=_flags(on_cpu), at_hand_shift=shifts, at_hand_bytes=nbytes, part=np.array(parts, np.uint8),
@@ -205,15 +205,6 @@ def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Num
             blocks[trained] = column[buckets[trained]]
     _carry_over(table, each[2])
     return once, each
-
-
-def _largest(graph: OperatorGraph, table: BlockTable, weights: Sequence[str]) -> npt.NDArray[np.uint8]:
-    """``Units.largest``."""
-    order = sorted(range(len(weights)), key=lambda w: (-graph.tensor[weights[w]].nbytes, w))
-    first: dict[int, int] = {}
-    for w in order:
-        first.setdefault(int(table.bucket[w]), w)
-    return _flags(first[int(table.bucket[w])] == w for w in range(len(weights)))
 
 
 def _carry_over(table: BlockTable, added: Numbers) -> None:
