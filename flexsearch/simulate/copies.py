@@ -200,10 +200,10 @@ def land(
     carried: Any,
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
-    between, receive buffers. ``born``: since when the device can cut its copy from what it has, and does so of gradients
-    of weights if it sends nothing of them; ``sent``,
-    ``sent_again``: moments of the phases; ``used``: when a computation waits for it. Activations and
-    their gradients are put together from buffers right before that. ``carried``: that is in the next microbatch."""
+    between, receive buffers. ``born``: since when the device can cut its copy from what it has, and does so of
+    a weight's gradient if it sends nothing of that; ``sent``, ``sent_again``: moments of the phases; ``used``: when a
+    computation waits for it. Activations and their gradients are put together from buffers right before that.
+    ``carried``: that is in the next microbatch."""
     landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
     begin = sent if role & (SENDS if part == GRADIENTS else TAKES_PART) else born

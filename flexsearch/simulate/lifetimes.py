@@ -5,10 +5,10 @@ computing (number 2 * block) and communicating (2 * block + 1). A **span** is by
 last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
-  read in all microbatches, from the first row to the last (on a CPU of images what each microbatch reads besides, with
-  the channels last, from there to the last use: ``graph.images``); weights as they are stored, with the optimizer's state for
+  read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
   those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
-  copy besides).
+  copy besides). Of images at hand a CPU makes copies with the channels last (``graph.images``), of what readers want
+  alike: from the first of them to the last use.
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
   communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
