@@ -36,8 +36,8 @@ WITH_TORCH = (
     "graph.assemble", "graph.blocks", "graph.checks", "graph.decompose", "graph.experts", "graph.export",
     "graph.fingerprint", "graph.flex", "graph.fold", "graph.huggingface", "graph.imported", "graph.importer",
     "graph.loading", "graph.losses", "graph.operands", "graph.prepare", "graph.regions", "graph.repeats",
-    "graph.sizes", "graph.walk", "graph.ops.attention_blocks", "graph.ops.attention_narrow", "graph.ops.conv_padded", "graph.ops.halves",
-    "graph.ops.loss_functions", "graph.ops.norm_functions", "measure", "runtime", "zoo",
+    "graph.sizes", "graph.walk", "graph.ops.attention_blocks", "graph.ops.attention_narrow", "graph.ops.conv_padded",
+    "graph.ops.halves", "graph.ops.loss_functions", "graph.ops.norm_functions", "measure", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 WHEN_CALLED = "graph.ops"
