@@ -88,16 +88,14 @@ class Plan:
     images: Collection[int] = ()
 
     def messages(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """What goes in one message each of parts for a peer. A large one goes by itself, without a copy where it is not
-        scattered: of a weight's gradient, of which what stays is cut out, and else where that keeps nothing alive that
-        is not sent: it is all of its source, or nothing of that stays."""
+        """What goes in one message each of parts for a peer. A large one goes by itself, without a copy, where that
+        keeps nothing alive that is not sent: it is all of its source, or nothing of that stays."""
         rows: list[list[Part]] = []
         apart = True
         for part in parts:
             member, source = self.what.members[part.member], part.move.source
             phase = member.reshard.phases[member.phase]
-            alone = self.what.purpose == "synchronise" or phase.source[source].box == part.move.box
-            alone = alone or all(move.source != source for move in phase.local)
+            alone = phase.source[source].box == part.move.box or all(move.source != source for move in phase.local)
             large = alone and volume(part.move.box) * self.dtype.itemsize >= ALONE_BYTES
             if large or apart:
                 rows.append([])
