@@ -71,7 +71,7 @@ class _Narrow(torch.autograd.Function):
         bounds = [len(q) * k // _PARTS for k in range(_PARTS + 1)]
         for at in (slice(low, high) for low, high in pairwise(bounds) if low < high):
             own = mask[at] if mask is not None and mask.dim() == 4 and len(mask) > 1 else mask
-            wide = _gradients(*(x[at] for x in (grad, q, k, v, out, rows)), own, ctx.causal, ctx.scale)
+            wide = _gradients(grad[at], q[at], k[at], v[at], out[at], rows[at], own, ctx.causal, ctx.scale)
             for whole, gradient in zip(made, wide, strict=True):
                 whole[at].copy_(gradient[..., : whole.shape[-1]])
         return *made, None, None, None
