@@ -7,8 +7,6 @@ PyTorch; where a version has none, callers put the zeros there themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
-_PARTS = 4
-"""Of the batch, for each of which the backward pass puts the zeros there: all of them would be as much again as it
-reads."""
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -67,27 +62,9 @@ class _Narrow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask, out, rows = ctx.saved_tensors
-        made = [_like_heads(x) for x in (q, k, v)]
-        bounds = [len(q) * k // _PARTS for k in range(_PARTS + 1)]
-        for at in (slice(low, high) for low, high in pairwise(bounds) if low < high):
-            own = mask[at] if mask is not None and mask.dim() == 4 and len(mask) > 1 else mask
-            wide = _gradients(grad[at], q[at], k[at], v[at], out[at], rows[at], own, ctx.causal, ctx.scale)
-            for whole, gradient in zip(made, wide, strict=True):
-                whole[at].copy_(gradient[..., : whole.shape[-1]])
-        return *made, None, None, None
-
-
-def _like_heads(x: Tensor) -> Tensor:
-    """Memory for the gradient of ``x``, which lies as (b, positions, h, features)."""
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: Tensor, mask: Tensor | None, causal: bool,
-    scale: float | None,
-) -> Sequence[Tensor]:  # fmt: skip
-    """Those of q, k and, with zeros behind it, v."""
-    differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
-    wide = _widened(grad, q), q, k, _widened(v, q), _widened(out, q), rows
-    made: Sequence[Tensor] = differentiate(*wide, 0.0, causal, attn_mask=mask, scale=scale)
-    return made
+        differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
+        dq, dk, dv = differentiate(
+            _widened(grad, q), q, k, _widened(v, q), _widened(out, q), rows, 0.0, ctx.causal, attn_mask=mask,
+            scale=ctx.scale,
+        )  # fmt: skip
+        return dq, dk, _narrowed(dv, v.shape[-1]), None, None, None
