@@ -7,6 +7,7 @@ and let go counts as there at the same time, so peaks between moments are no low
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 
 from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
@@ -62,6 +63,8 @@ class _Walk:
         """(kind, operator, device) -> task."""
         self.crossing: dict[tuple[str, int, int, int], list[int]] = {}
         """(purpose, edge or weight, phase, device) -> communication tasks, in order."""
+        self.sending: dict[tuple[int, int], list[int]] = {}
+        """(weight, device) -> those in which the device sends gradients as its pieces make them."""
         self.used: dict[tuple[int, int], int] = {}
         """(communication task, device) -> the first compute task there that waits for it."""
         self._index()
@@ -92,6 +95,8 @@ class _Walk:
                     for device in {*what.senders, *what.receivers}:
                         key = communication.purpose, member.key, member.phase, device
                         self.crossing.setdefault(key, []).append(t)
+                    for device in what.senders if communication.purpose == "synchronise" and not member.phase else ():
+                        self.sending.setdefault((member.key, device), []).append(t)
 
     def _given(self) -> set[tuple[int, int]]:
         """Gradients that are sent, or used where they are made."""
@@ -146,6 +151,8 @@ class _Walk:
             part: Part = "activations" if tensor.kind == "input" else "weights"
             for device, box in boxes.items():
                 self._always(device, volume(box) * tensor.itemsize, part)
+            if len(tensor.shape) == 4 and tensor.dtype in ("float32", "bfloat16"):
+                self._images(tensor)
         for weight in lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             kept = state_bytes(tensor, options.optimizer, options.precision)
@@ -153,6 +160,19 @@ class _Walk:
                 self._always(device, volume(box) * tensor.itemsize, "weights")
                 if weight.plan.sync is not None and kept:
                     self._always(device, volume(box) * kept, "optimizer")
+
+    def _images(self, tensor: Tensor) -> None:
+        """The copies of images at hand with the channels last."""
+        for e in self.lowered.edges_of[tensor.name]:
+            readers = [reader for reader, _ in self.lowered.edges[e].readers]
+            for device, box, _ in self.lowered.edges[e].need:
+                _, channels, *places = (high - low for low, high in box)
+                if channels == 1 or prod(places) == 1 or self.lowered.topology.devices[device].kind != "cpu":
+                    continue
+                late = [self.graph.operators[reader].half == "weights" for reader in readers]
+                kinds = [TaskKind.BACKWARD if half else TaskKind.FORWARD for half in late]
+                now = min(self.task[kind, i, device] for kind, i in zip(kinds, readers, strict=True))
+                self.held[e, device] = self._new(device, volume(box) * tensor.itemsize, "activations", now)
 
     def _weights(self) -> None:
         """Gathered weights; a part cut from what the device stores is a view of it."""
@@ -336,7 +356,7 @@ class _Walk:
                     born[device] = max(born.get(device, 0), span.last)
                     if device in sync.aliased:
                         span.until(self._update(device))
-                    elif ("synchronise", w, 0, device) not in self.crossing:
+                    elif (w, device) not in self.sending:
                         span.cut = span.last
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
@@ -348,6 +368,7 @@ class _Walk:
         """What is sent lives until its last communication of the first phase has been issued."""
         for device, span in spans.items():
             sent = self.crossing.get((purpose, key, 0, device), ())
+            sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
             if sent and purpose in _OF_ACTIVATIONS and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
@@ -376,7 +397,8 @@ class _Walk:
             # Where nothing arrives and nothing is cut, no reader makes a gradient: it is zero, from the first one on.
             otherwise = born.get(device, min(born.values(), default=0))
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
-            if purpose == "synchronise" and not tasks and device in born:
+            sends = (key, device) in self.sending or ("synchronise", key, 1, device) in self.crossing
+            if purpose == "synchronise" and not sends and device in born:
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if hold:

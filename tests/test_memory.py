@@ -284,10 +284,10 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             rows.append((v, moment % 2 if v == moment // 2 else 0))
         (a, first), (b, last) = rows
         if s.last < s.first:  # each microbatch's ends in the next one
-            beside = s.part == "gradients"  # a sum, with the second one of two; cut out of what ends where it begins
+            beside = s.part == "gradients"  # a sum, which is the first one; cut out of what ends where it begins
             order = sorted(range(count), key=lambda k: place[a, k])
             for k, following in zip(order, [*order[1:], None], strict=True):
-                if beside and count == 2 and k == order[0]:
+                if beside and k == order[0]:
                     continue
                 change[2 * place[a, k] + first + beside] += s.nbytes
                 if following is not None:

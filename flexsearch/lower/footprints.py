@@ -26,9 +26,9 @@ from flexsearch.lower.workspace import (
 )
 from flexsearch.packed import packed
 
-TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED = (np.uint8(1 << k) for k in range(4))
+TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, SENDS = (np.uint8(1 << k) for k in range(5))
 """Bits of ``Landings.role``: the device sends or receives in the first phase; in the second; it receives in any; what
-it gets is exactly what it has, so that nothing is done there."""
+it gets is exactly what it has, so that nothing is done there; it sends in the first phase."""
 
 
 @packed
@@ -84,8 +84,8 @@ def append_landing(
     if size[1] + entries > np.uint64(landings.used.shape[0]):
         return False
     result, rows, arriving = workspace.result, workspace.exchanges, workspace.sets.arriving
-    _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, sums.role)
-    _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, sums.role)
+    _join(rows, result[FIRST], result[MIDDLE], TAKES_PART, SENDS, sums.role)
+    _join(rows, result[MIDDLE], result[LAST], TAKES_PART_AGAIN, TAKES_PART_AGAIN, sums.role)
     if result[PHASES] == ONE:
         _stage(workspace, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.staged)
     else:
@@ -111,11 +111,11 @@ def append_landing(
 
 
 @lean
-def _join(rows: Exchanges, first: Any, last: Any, bit: Any, role: U8) -> None:
-    """Note who takes part in a phase."""
+def _join(rows: Exchanges, first: Any, last: Any, bit: Any, sends: Any, role: U8) -> None:
+    """Note who takes part in a phase, and who ``sends``."""
     for x in range(first, last):
         for k in range(_begin(rows, SEND, x), np.uint64(rows.end[SEND, x])):
-            role[np.uint64(rows.send[k])] |= bit
+            role[np.uint64(rows.send[k])] |= bit | sends
         for k in range(_begin(rows, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
             role[np.uint64(rows.receive[k])] |= bit | RECEIVES
 

@@ -4,8 +4,9 @@ A device's memory is a row of **cells**, four for each block: bytes that begin a
 that begin and that end with its communicating. The use at a moment is the sum of all cells up to where it begins. Cells
 come in chunks, and a chunk is a pair: its net bytes and its high-water mark. Pairs compose, so the peak of a device is
 a scan over the chunks of its actions, in the order of its schedule. With several microbatches there are cells for the
-first, a middle and the last one, as weights are gathered for the first and gradients leave with the final one, which is
-the last or, where backward passes run in reverse, the first.
+first, the last, that whose backward pass is the second to run, and the others, as weights are gathered for the first,
+gradients leave with the final one, which is the last or, where backward passes run in reverse, the first, and what is
+left of the gradients of one is added to the sum during the next.
 
 The account is that of one plan. It moves to another by the spans of the units around the operators whose configs
 differ: minus the old ones, plus the new ones. It moves lazily: as long as the units that differ could not fill the room
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
 from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
@@ -163,15 +164,16 @@ def enter(account: Account, sign: Any) -> None:
 @lean
 def _carry(account: Account, d: Any, begin: Any, end: Any, nbytes: Any, last: Any, beside: Any) -> None:
     """Enter what begins in each microbatch and ends in the next one, for the final one with the step. ``beside``: it is
-    to be added to a sum, which begins with that of the first microbatch; where there are two, that is left out. It is
+    to be added to a sum, which begins as that of the first to run, and so that is left out. It is
     there once it has been cut out of what ends where it begins."""
     begin = begin + ONE if beside else begin
     final = last if account.schedule.final[0] > ZERO else ZERO
-    two = beside and account.schedule.microbatches[0] == TWO
+    second = final if account.schedule.microbatches[0] == TWO else TWO
     for which in range(last + ONE):
-        if which != last - final or not two:
+        first = which == last - final
+        if not (beside and first):
             _change(account, d, begin, nbytes, which, False)
-        if which != last - final and not two:
+        if not first and not (beside and which == second):
             _change(account, d, end, -nbytes, which, False)
     blocks = np.uint64(account.schedule.kind.shape[0])
     _change(account, d, FOUR * blocks - ONE, -nbytes, final, False)
@@ -231,7 +233,7 @@ def _peak(account: Account, d: Any) -> Any:
     use = top = np.int64(0)
     group = np.uint64(schedule.group[d])
     for a in range(np.uint64(schedule.action_first[group]), np.uint64(schedule.action_last[group])):
-        k = which_cells(np.uint64(schedule.microbatch[a]), np.uint64(schedule.microbatches[0]))
+        k = which_cells(schedule, np.uint64(schedule.microbatch[a]))
         first, last = np.uint64(schedule.block_first[a]), np.uint64(schedule.block_last[a])
         if first < last:
             begin = np.uint64(account.chunk_of[FOUR * first])
@@ -242,8 +244,12 @@ def _peak(account: Account, d: Any) -> Any:
 
 
 @lean
-def which_cells(microbatch: Any, microbatches: Any) -> Any:
-    """Place in ``Account.cells`` of a microbatch's: of the first, the middle ones and the last; or of the only one."""
+def which_cells(schedule: Schedule, microbatch: Any) -> Any:
+    """Place in ``Account.cells`` of a microbatch's: of the first, one of the middle, the second to run, and the last
+    one; of the first, none, and the last of two; or of the only one."""
+    count = np.uint64(schedule.microbatches[0])
     if microbatch == ZERO:
         return ZERO
-    return TWO if microbatch + ONE == microbatches else ONE
+    if microbatch + ONE == count:
+        return TWO if count == TWO else THREE
+    return TWO if microbatch == (ONE if schedule.final[0] > ZERO else count - TWO) else ONE

@@ -9,13 +9,14 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART, TAKES_PART_AGAIN
+from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART, TAKES_PART_AGAIN
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     BUFFERS,
     COPIES,
     GATHERED,
+    GRADIENTS,
     IN_BOTH_HALVES,
     NOT_KEPT,
     Sources,
@@ -68,7 +69,7 @@ def distribute(
         if holder > ZERO:
             prolong(spans, holder, spared if partner != NOTHING and spans.reads[d] == 0 else until)
             for j in range(k, last):
-                _hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
+                hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
 
 
 @lean
@@ -151,6 +152,12 @@ def _use(
 
 
 @lean
+def last_use(sources: Sources, state: State, slots: U32, k: Any) -> Any:
+    """The last moment at which the reader ``slots[k]`` needs what it reads of a tensor at hand."""
+    return _use(sources, state, slots, k, k + ONE, False, ZERO, NOTHING, ONE)
+
+
+@lean
 def _only_gradient(sources: Sources, state: State, slots: U32, k: Any, last: Any) -> Any:
     """The slot whose gradient alone the backward passes of the readers of an edge need it for, if there is one reader;
     else NOTHING."""
@@ -164,7 +171,7 @@ def _only_gradient(sources: Sources, state: State, slots: U32, k: Any, last: Any
 
 
 @lean
-def _hand_on(
+def hand_on(
     sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
 ) -> None:
     """If the reader's outputs are views of what it reads here, what holds this holds them."""
@@ -193,16 +200,18 @@ def land(
     carried: Any,
 ) -> Any:  # fmt: skip
     """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
-    between, receive buffers. ``born``: since when the device can cut its copy from what it has; ``sent``,
-    ``sent_again``: moments of the phases; ``used``: when a computation waits for it. Activations and
-    their gradients are put together from buffers right before that. ``carried``: that is in the next microbatch."""
+    between, receive buffers. ``born``: since when the device can cut its copy from what it has, and does so of
+    a weight's gradient if it sends nothing of that; ``sent``, ``sent_again``: moments of the phases; ``used``: when a
+    computation waits for it. Activations and their gradients are put together from buffers right before that.
+    ``carried``: that is in the next microbatch."""
     landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
-    begin = sent if role & TAKES_PART else born
+    begin = sent if role & (SENDS if part == GRADIENTS else TAKES_PART) else born
     apart = part == ACTIVATIONS or (part == COPIES and sources.units.several[1] == 0)
     joined = put_together(sources.units, sent, used) if apart else used
     if landings.middle[row] > 0:
-        add(spans, d, landings.middle[row], BUFFERS, begin, sent_again if role & TAKES_PART_AGAIN else begin)
+        middle = sent if role & TAKES_PART else born
+        add(spans, d, landings.middle[row], BUFFERS, middle, sent_again if role & TAKES_PART_AGAIN else middle)
     if landings.staged[row] > 0:
         carry(spans, add(spans, d, landings.staged[row], BUFFERS, sent, joined), used, carried)
     if landings.staged_again[row] > 0:

@@ -7,7 +7,8 @@ last moment, both included. These are the spans:
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
   those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
-  copy besides).
+  copy besides). Of images at hand a CPU makes copies with the channels last (``graph.images``), of what readers want
+  alike: from the first of them to the last use.
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
   communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
@@ -72,9 +73,18 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
-from flexsearch.lower.footprints import ALIASED, RECEIVES, TAKES_PART
+from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
-from flexsearch.simulate.copies import differentiate, distribute, land, note_gradient, put_together
+from flexsearch.simulate.copies import (
+    differentiate,
+    distribute,
+    hand_on,
+    is_late,
+    land,
+    last_use,
+    note_gradient,
+    put_together,
+)
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
@@ -115,6 +125,8 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
         part = np.uint64(units.part[t])
         _hold_box(sources, state, begin, end, t, part, spans)
+        if units.at_hand_image[t] == 1:
+            _hold_images(sources, state, begin, end, t, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):
@@ -127,7 +139,7 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
 def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part: Any, spans: Spans) -> None:
     """The bounding box of what the readers ``begin`` to ``end`` of a tensor at hand want on each device, in all
     microbatches, all the time."""
-    wiring, layouts, pools, units = sources.wiring, sources.layouts, sources.pools, sources.units
+    layouts, units = sources.layouts, sources.units
     for every in range(np.uint64(spans.reads.shape[0])):
         spans.reads[every] = 0
     rank = ZERO
@@ -135,8 +147,7 @@ def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part
         slot = np.uint64(units.reader[k])
         if sources.program.flows[slot] == GRADIENT:
             continue
-        config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
-        layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
+        layout = _read_layout(sources, state, slot)
         rank, box = rank_of(layouts, layout), np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
         first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
         for row in range(entries_of(layouts, layout)):
@@ -156,6 +167,48 @@ def _hold_box(sources: Sources, state: State, begin: Any, end: Any, t: Any, part
                 rows = spans.high[reading, r] - spans.low[reading, r]
                 nbytes *= rows + units.at_hand_shift[t] if r == 0 else rows
             add(spans, reading, nbytes, part, ZERO, end_of(sources))
+
+
+@lean
+def _read_layout(sources: Sources, state: State, slot: Any) -> Any:
+    """The layout in which the reader of a slot wants what is at hand."""
+    wiring, pools = sources.wiring, sources.pools
+    config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
+    return np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + np.uint64(wiring.slot_position[slot])])
+
+
+@lean
+def _hold_images(sources: Sources, state: State, begin: Any, end: Any, t: Any, spans: Spans) -> None:
+    """The copies, channels last, of images at hand: one for the readers that want the same of them, from the first of
+    these to the last use."""
+    units, wiring, layouts, flows = sources.units, sources.wiring, sources.layouts, sources.program.flows
+    for k in range(begin, end):
+        slot, begun, until, known = np.uint64(units.reader[k]), end_of(sources), ZERO, False
+        layout = _read_layout(sources, state, slot)
+        for j in range(begin, end):
+            other = np.uint64(units.reader[j])
+            if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
+                known = known or j < k
+                reader = np.uint64(wiring.slot_operator[other])
+                blocks = units.backward_block if is_late(sources, reader) else units.forward_block
+                begun = min(begun, TWO * np.uint64(blocks[reader]))
+                until = max(until, last_use(sources, state, units.reader, j))
+        if known or flows[slot] == GRADIENT:
+            continue
+        first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+        entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
+        box = np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
+        for row in range(entries_of(layouts, layout)):
+            d, at = np.uint64(layouts.device[first + row]), box + row * rank_of(layouts, layout)
+            if d < np.uint64(spans.reads.shape[0]) and units.on_cpu[d] == 1:
+                channels = layouts.box[at + ONE, 1] - layouts.box[at + ONE, 0]
+                if 1 < channels < layouts.volume[entry + row] // (layouts.box[at, 1] - layouts.box[at, 0]):
+                    nbytes = layouts.volume[entry + row] * units.at_hand_itemsize[t]
+                    handle = add(spans, d, nbytes, ACTIVATIONS, begun, until)
+                    for j in range(k, end):
+                        other = np.uint64(units.reader[j])
+                        if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
+                            hand_on(sources, state, other, other, d, handle, 0, NOTHING, spans)
 
 
 # ---- activations
@@ -332,14 +385,14 @@ def _send_gradients(
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            if role & TAKES_PART or (summed and role & ALIASED == 0):
+            if role & SENDS or (summed and role & ALIASED == 0):
                 prolong(spans, handle, sent)
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
-            elif role & TAKES_PART and alone and used < sent:
+            elif role & SENDS and alone and used < sent:
                 message = spans.nbytes[handle - ONE] - landings.copy[row]
                 if message > 0:
                     carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)

@@ -229,6 +229,6 @@ def _changes(account: Account, device: int) -> npt.NDArray[np.int64]:
     schedule, group = account.schedule, account.schedule.group[device]
     row = [np.zeros(1, np.int64)]
     for a in range(schedule.action_first[group], schedule.action_last[group]):
-        which = int(which_cells(np.uint64(schedule.microbatch[a]), np.uint64(schedule.microbatches[0])))
+        which = int(which_cells(schedule, np.uint64(schedule.microbatch[a])))
         row.append(account.cells[which, device, 4 * int(schedule.block_first[a]) : 4 * int(schedule.block_last[a])])
     return np.concatenate(row)

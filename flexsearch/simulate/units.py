@@ -46,12 +46,13 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
     shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
-    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]))
+    on_cpu = [device.kind == "cpu" for device in topology.devices]
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]), on_cpu)
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
     devices, blocks = len(topology.devices), len(schedule.kind)
-    kinds = 1 if schedule.microbatches[0] == 1 else 3
+    kinds = (0, 1, 3)[int(schedule.microbatches[0])] if schedule.microbatches[0] < 3 else 4
     chunk_of, chunk_first = _chunks(schedule, blocks)
     capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
@@ -103,10 +104,11 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 
 
 def make_units(
-    graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0, microbatches: int = 1
+    graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0, microbatches: int = 1,
+    on_cpu: Sequence[bool] = (),
 ) -> Units:  # fmt: skip
     """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
-    microbatch of a device to its last one."""
+    microbatch of a device to its last one; ``on_cpu``: by device."""
     rules = _rules(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
@@ -128,7 +130,7 @@ def make_units(
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
-    shifts, nbytes = _fed(graph, at_hand, shift)
+    shifts, nbytes, pictures = _fed(graph, at_hand, shift)
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
@@ -148,7 +150,8 @@ def make_units(
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_shift=shifts, at_hand_bytes=nbytes, part=np.array(parts, np.uint8),
+        at_hand_image=_flags(pictures), on_cpu=_flags(on_cpu), at_hand_shift=shifts, at_hand_bytes=nbytes,
+        part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         several=_flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
@@ -178,14 +181,18 @@ def _places(views: Rows) -> Numbers:
     return place
 
 
-def _fed(graph: OperatorGraph, names: Iterable[str], shift: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``Units.at_hand_shift`` and ``at_hand_bytes``."""
-    rows, shifts, nbytes = rows_per_sample(graph), [], []
+def _fed(
+    graph: OperatorGraph, names: Iterable[str], shift: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[bool]]:
+    """``Units.at_hand_shift``, ``at_hand_bytes`` and ``at_hand_image``."""
+    rows, shifts, nbytes, pictures = rows_per_sample(graph), [], [], []
     for tensor in map(graph.tensor.__getitem__, names):
         length = (tensor.shape or (1,))[0]
         shifts.append(shift * rows.get(tensor.name, 0))
-        nbytes.append(tensor.nbytes * (length + shifts[-1]) // length)
-    return _sizes(shifts), _sizes(nbytes)
+        pictures.append(len(tensor.shape) == 4 and tensor.dtype in ("float32", "bfloat16"))
+        copies = len(graph.consumers[tensor.name]) * tensor.nbytes if pictures[-1] else 0
+        nbytes.append(tensor.nbytes * (length + shifts[-1]) // length + copies)
+    return _sizes(shifts), _sizes(nbytes), pictures
 
 
 def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Numbers]]:
@@ -319,6 +326,8 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
     for u, (root, tensor) in enumerate(zip(units.root, units.tensor, strict=True)):
         if root == WEIGHT:
             slots[u] = program.reader_last[tensor] - program.reader_first[tensor] + 1
+        elif root == AT_HAND:
+            slots[u] = units.reader_last[tensor] - units.reader_first[tensor]
         for t in units.activation[units.activation_first[u] : units.activation_last[u]]:
             slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
             slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
