@@ -2,8 +2,9 @@
 
 A connection has one lock. Gloo's thread that watches connections, which finds that lock taken by a thread that sends,
 asks again at once; where it has driven out the other from their core, it does so until its share of it is used up, up
-to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Small messages are
-better off with one for both directions, whose data acknowledges what has come, and so are ranks that share cores.
+to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Small messages were
+measured to be better off with one for both directions (perhaps as its data acknowledges what has come), and so were
+ranks that share cores.
 """
 
 from __future__ import annotations

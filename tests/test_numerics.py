@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from flexsearch import directions
 from flexsearch.cost import Costs
+from flexsearch.directions import Directions
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
@@ -240,34 +242,42 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
                 raise AssertionError(f"plan {number}, rank {rank}: {file}") from error
 
 
-def _apart(imported: Imported, file: str) -> tuple[History, int]:
-    """Of a plan, on this rank, where parts of any size go in messages of their own; how often that makes several."""
-    messages, more = Plan.messages, [0]
+def _apart(imported: Imported, file: str) -> tuple[History, int, int]:
+    """Of a plan, on this rank, where parts of any size go in messages of their own, and messages of any size to lower
+    ranks over connections of their own; how often the one makes several messages, and how many go the other way."""
+    messages, group, more, lower = Plan.messages, Directions.group, [0], [0]
 
     def counted(plan: Plan, parts: Sequence[Part]) -> list[list[Part]]:
         made = messages(plan, parts)
         more[0] += len(made) > 1
         return made
 
+    def counted_group(ways: Directions, source: int, destination: int, nbytes: int) -> dist.ProcessGroup | None:
+        found = group(ways, source, destination, nbytes)
+        lower[0] += found is not None
+        return found
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_parts, "ALONE_BYTES", 1)
         patch.setattr(runtime_parts, "COPIED_BYTES", 1)
+        patch.setattr(directions, "LARGE_BYTES", 1)
         patch.setattr(Plan, "messages", counted)
-        return _staged(imported, file, False), more[0]
+        patch.setattr(Directions, "group", counted_group)
+        return _staged(imported, file, False), more[0], lower[0]
 
 
-def test_parts_that_go_in_messages_of_their_own_arrive_where_they_belong() -> None:
+def test_parts_in_messages_and_messages_on_connections_of_their_own_arrive_where_they_belong() -> None:
     model, tokens, targets = deep()
     imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
     alone = baseline("single", imported.graph, cluster(1)).to_file().model_dump_json()
-    (expected,), several = pool(1).run(_staged, imported, alone, False), 0
+    (expected,), several, downwards = pool(1).run(_staged, imported, alone, False), 0, 0
     for number in range(2000, 2006):
         plan = staged_plan(imported.graph, random.Random(number), cluster=cluster)
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
-        for history, more in ranks.run(_apart, imported, file, timeout_s=60):
+        for history, more, lower in ranks.run(_apart, imported, file, timeout_s=60):
             agree(expected, history)
-            several += more
-    assert several > 0
+            several, downwards = several + more, downwards + lower
+    assert several > 0 and downwards > 0
 
 
 def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:
