@@ -274,9 +274,9 @@ def test_parts_in_messages_and_messages_on_connections_of_their_own_arrive_where
     for number in range(2000, 2006):
         plan = staged_plan(imported.graph, random.Random(number), cluster=cluster)
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
-        for history, more, lower in ranks.run(_apart, imported, file, timeout_s=60):
+        for history, more, down in ranks.run(_apart, imported, file, timeout_s=60):
             agree(expected, history)
-            several, downwards = several + more, downwards + lower
+            several, downwards = several + more, downwards + down
     assert several > 0 and downwards > 0
 
 
