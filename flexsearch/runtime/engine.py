@@ -141,8 +141,13 @@ class Engine:
             case Result():
                 return self._result(instruction)
             case Update():
-                return lambda: self.update()
+                return self._update
         raise AssertionError(f"no such instruction: {instruction}")
+
+    def _update(self) -> None:
+        """Update the weights, of which ranks may still be sent what is stored here."""
+        self.wire.end()
+        self.update()
 
     def _joined(self, actions: Sequence[Action | None]) -> Iterator[Action]:
         """The actions of a step; loads that follow each other are one, as there is one for each weight."""
