@@ -16,11 +16,24 @@ import torch
 import torch.distributed as dist
 
 from flexsearch.allocator import keep_freed_memory
+from flexsearch.directions import Directions
 from flexsearch.errors import RuntimeFailure
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 
 _RUN = "run"
+
+
+def directions(topology: Topology, timeout_s: float) -> Directions:
+    """The process groups of messages between the ranks of a cluster. All ranks must ask together the first time."""
+    return Directions(dist.get_backend() == "gloo" and not topology.shares_processors, timedelta(seconds=timeout_s))
+
+
+def _not_connected(error: Exception) -> RuntimeFailure:
+    return RuntimeFailure(
+        f"the ranks could not be connected: {error}",
+        "Check that every rank was started and can reach MASTER_ADDR at MASTER_PORT.",
+    )
 
 
 def join(topology: Topology, timeout_s: float) -> torch.device:
@@ -47,11 +60,12 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
                 dist.init_process_group(topology.communication.backend, timeout=timeout, **rendezvous())
             atexit.register(_leave)
         except (RuntimeError, ValueError) as error:
-            raise RuntimeFailure(
-                f"the ranks could not be connected: {error}",
-                "Check that every rank was started and can reach MASTER_ADDR at MASTER_PORT.",
-            ) from error
+            raise _not_connected(error) from error
     _check_world(dist.get_world_size(), topology)
+    try:  # before ranks agree on what they run: from then on one may run, and die, while another is still here
+        directions(topology, timeout_s)
+    except RuntimeError as error:
+        raise _not_connected(error) from error
     if topology.devices[dist.get_rank()].kind == "cpu":
         keep_freed_memory()
         prefer_throughput()

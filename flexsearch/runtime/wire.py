@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexsearch.directions import Directions
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
 from flexsearch.graph.images import images
@@ -27,6 +26,7 @@ from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
+from flexsearch.runtime.group import directions
 from flexsearch.runtime.instructions import Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
 from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, plan_of, slices, unflat
@@ -77,14 +77,13 @@ class Wire:
         self.lowered, self.rank, self.device = lowered, rank, device
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
-        timeout = timedelta(seconds=timeout_s)
-        self._ways = Directions(self.eager and not lowered.topology.shares_processors, timeout)
+        self._ways = directions(lowered.topology, timeout_s)
         pictures, ahead = images(lowered.graph), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
                 if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
-                    process_group(what.devices, timeout)
+                    process_group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
                     self.plans[task] = plan_of(lowered, what, rank, pictures, device)
                     self.plans[task].copied_bytes = min(ahead[d] for d in what.devices)
