@@ -25,7 +25,7 @@ class Directions:
 
     def __init__(self, apart: bool, timeout: timedelta) -> None:
         self._downwards: dist.ProcessGroup | None = None
-        if apart:
+        if apart and dist.get_world_size() > 1:
             world = dist.group.WORLD
             if world not in _downwards:
                 _downwards[world] = dist.new_group(timeout=timeout)
