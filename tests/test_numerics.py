@@ -253,9 +253,9 @@ def _apart(imported: Imported, file: str) -> tuple[History, int, int]:
         return made
 
     def counted_group(ways: Directions, source: int, destination: int, nbytes: int) -> dist.ProcessGroup | None:
-        found = group(ways, source, destination, nbytes)
-        lower[0] += found is not None
-        return found
+        chosen = group(ways, source, destination, nbytes)
+        lower[0] += chosen is not None
+        return chosen
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime_parts, "ALONE_BYTES", 1)
