@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.native import native_plan
 from flexsearch.topology import Topology
+from tests import families
 from tests.conftest import Cli
 from tests.exported import alone, build, layout, train
 from tests.ranks import pool
@@ -93,6 +95,19 @@ def test_an_exported_file_in_bf16_trains_near_the_model() -> None:
     losses, _ = alone("llama")
     assert sum(answer[0][0] for answer in answers) / 4 == pytest.approx(losses[0], rel=2e-2)
     assert max(error for _, errors in answers for error in errors.values()) < 5e-2
+
+
+def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> None:
+    """Transformers' decoders fill a cache (use_cache) as they run, also when a layer runs a second time."""
+    model, batch = families.build("mistral", draws=False, dtype=torch.float64)
+    graph = import_model(model, batch, name="mistral")
+    file: dict[str, Any] = {}
+    exec(torch_file(layout(graph, topology="ethernet-1g:1", options=FULL), graph), file)
+    parallel = file["apply_plan"](families.build("mistral", draws=False, dtype=torch.float64)[0])
+    for net in (model, parallel):
+        net(**batch)["loss"].backward()
+    for (name, expected), found in zip(model.named_parameters(), parallel.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, msg=name)
 
 
 # ---- what cannot be exported

@@ -175,6 +175,50 @@ def _accumulated(file: str, traced: Imported) -> tuple[list[float], dict[str, Te
     return norms, step.state_dict()
 
 
+def _frozen_for_a_while(make: Callable[[], Any], run: Callable[[Any, int], Any], places: str) -> None:
+    """Four steps; in the second and third one the table of ``places`` is frozen."""
+    step = make()
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.5, momentum=0.9)
+    for number in range(4):
+        for name, parameter in step.named_parameters():
+            if name.startswith(places):
+                parameter.requires_grad_(number in (0, 3))
+        run(step, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _frozen_on_a_rank(file: str, traced: Imported) -> tuple[dict[str, Tensor], str]:
+    made: list[Parallel] = []
+
+    def make() -> Parallel:
+        made.append(stepped(file, traced))
+        return made[0]
+
+    _frozen_for_a_while(make, lambda step, number: step(batch(4 if number == 2 else BATCH, number),
+                                                        samples=4 if number == 2 else BATCH), "places")  # fmt: skip
+    state = made[0].state_dict()
+    for name, parameter in made[0].named_parameters():
+        parameter.requires_grad_(name != "empty")
+    with pytest.raises(RuntimeFailure) as error:
+        made[0](batch())
+    return state, error.value.message
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "megatron"])
+def test_a_weight_may_be_frozen_for_a_while_but_not_one_trained_that_the_plan_froze(name: str) -> None:
+    net = Net()
+
+    def run(model: Net, number: int) -> None:
+        x, target = batch(4 if number == 2 else BATCH, number)
+        loss(model(x), target)["loss"].backward()  # type: ignore[no-untyped-call]
+
+    _frozen_for_a_while(lambda: net, run, "places")
+    for state, message in pool(2).run(_frozen_on_a_rank, plan(name, 2), imported()):
+        assert_close(net.state_dict(), state)
+        assert "was frozen when the plan was made" in message
+
+
 @pytest.mark.parametrize("name", ["data-parallel", "megatron"])
 def test_gradients_add_up_until_they_are_zeroed(name: str) -> None:
     model, norms = Net(), []

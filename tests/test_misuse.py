@@ -100,6 +100,7 @@ LIMITS: list[tuple[tuple[str, ...], str]] = [
     (("optimize", "lenet", "-b", "infs"), "budget"),
     (("optimize", "lenet", "-b", "9999999h"), "budget"),
     ((*OPTIMIZE, "--exhaustive", DIGITS), "budget"),
+    ((*OPTIMIZE, "--exhaustive", ""), "budget"),
     ((*OPTIMIZE, "--margin", "nan"), "--margin"),
     ((*OPTIMIZE, "-j", "99999999999"), "--processes"),
     (("explain", "plan.json", "--tries", DIGITS), "--tries"),

@@ -19,6 +19,7 @@ from flexsearch.runtime.segment import cutting
 from flexsearch.strategy import OperatorConfig, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
+from tests.exported import layout
 from tests.ranks import pool
 from tests.staged_plans import deep, tokens_loss
 
@@ -55,6 +56,8 @@ def _plan(name: str) -> Strategy:
     graph = _imported().graph
     if name == "channels":
         return _by_channels(graph)
+    if name == "zero-bubble":
+        return layout(graph, borders=["1.statistics"], ranks=2, topology=TWO, schedule=name)
     return baseline(name, graph, Topology.load("ethernet-1g:1" if name == "single" else TWO))
 
 
@@ -83,7 +86,7 @@ def _trained(imported: Imported, file: str) -> tuple[float, dict[str, Tensor]]:
     return losses[-1], step.state_dict()
 
 
-@pytest.mark.parametrize("name", ["single", "channels", "data-parallel"])
+@pytest.mark.parametrize("name", ["single", "channels", "data-parallel", "zero-bubble"])
 def test_weights_and_running_statistics_are_those_of_one_device(name: str) -> None:
     model, x, targets = _model()
     optimizer = _sgd(list(model.parameters()))

@@ -344,8 +344,9 @@ def _refuse_early(plot: Path | None, resume: Path | None, budget: str, exhaustiv
         check_outputs({"--plot": plot}, resume)
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise typer.BadParameter(f"{plot} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--plot")
-    for text in filter(None, (budget, exhaustive)):
-        parse_budget(text)
+    for text in (budget, exhaustive):
+        if text is not None:
+            parse_budget(text)
 
 
 def _search(asked: _Asked, budget: str) -> SearchResult:

@@ -82,7 +82,7 @@ def _trained(stored: Stored) -> dict[str, list[nn.Parameter]]:
     result = {}
     for original, name in names.items():
         held = [p for _, p in stored.pieces(original) if isinstance(p, nn.Parameter)]
-        if held and held[0].requires_grad:
+        if held and stored.graph.tensor[original].requires_grad:  # frozen since or not: its states are kept
             result[name] = held
     return result
 

@@ -84,10 +84,12 @@ def set_aside(weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 def add_earlier(stored: Stored, earlier: Mapping[str, Tensor], scale: float) -> None:
-    """Gradients of earlier steps and, times ``scale``, of this one; zero where no step reads, as on one device, where
-    weight decay and momentum reach it, too."""
+    """Gradients of earlier steps and, times ``scale``, of this one, unless a weight has been frozen since the plan was
+    made; zero where no step reads, as on one device, where weight decay and momentum reach it, too."""
     seen: set[int] = set()
     for name, parameter in stored.weights.items():
+        if not parameter.requires_grad:
+            parameter.grad = None
         if (gradient := parameter.grad) is not None:
             # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
             where = gradient.data_ptr()

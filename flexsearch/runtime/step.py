@@ -158,6 +158,7 @@ class Parallel:
         self.engine.update = self._update
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
+        self.stored.check_frozen()
         named, count = self.feed.named(inputs, targets), self._count(samples)
         returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()

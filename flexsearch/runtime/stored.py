@@ -64,6 +64,7 @@ class Stored:
         """Whether the pieces have values yet."""
         differs = _take_values_of_rank_0(everything, device)
         self._keep_weights(everything)
+        self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
         self._keep_constants(lowered)
         self._keep_buffers(model)
         self._keep_unused(model)
@@ -140,6 +141,15 @@ class Stored:
             yield name, parameter
             for k, (_, rest) in enumerate(self.rest.get(name, ())):
                 yield f"{name}.unread.{k}", rest
+
+    def check_frozen(self) -> None:
+        """Raise RuntimeFailure if a weight has been unfrozen of which the plan makes no gradient."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeFailure(
+                    f"{name!r} requires a gradient, but was frozen when the plan was made, which makes none of it",
+                    "Plan with all weights that are ever trained, and freeze some in the loop: requires_grad_(False).",
+                )
 
     def read_layout(self, name: str) -> Layout:
         """Where the pieces of a tensor lie that steps read."""

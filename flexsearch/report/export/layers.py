@@ -107,7 +107,13 @@ def _recompute(file: File) -> None:
                 "Use recompute none, or a model whose repeated layers are modules.",
             )
     file.needs("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper")
-    file.layers.append("# Recomputation: of these modules only the inputs are kept for the backward pass.")
+    file.layers += [
+        "# Recomputation: of these modules only the inputs are kept for the backward pass. What transformers' models",
+        "# keep for later tokens (use_cache) would be there twice then.",
+        "for module in model.modules():",
+        '    if hasattr(config := getattr(module, "config", None), "use_cache"):',
+        "        config.use_cache = False",
+    ]
     file.layers += file.each(names, "model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))")
 
 
