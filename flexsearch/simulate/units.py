@@ -132,7 +132,7 @@ def make_units(
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
     pictures = _images(graph, at_hand, devices)
-    shifts, nbytes = _fed(graph, at_hand, shift, pictures.any(axis=1))
+    shifts, nbytes = _fed(graph, at_hand, shift, pictures.any(axis=1).tolist())
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
@@ -195,7 +195,7 @@ def _images(graph: OperatorGraph, names: Iterable[str], devices: Sequence[str]) 
 
 
 def _fed(
-    graph: OperatorGraph, names: Iterable[str], shift: int, pictures: Iterable[object]
+    graph: OperatorGraph, names: Iterable[str], shift: int, pictures: Iterable[bool]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """``Units.at_hand_shift`` and ``at_hand_bytes``. ``pictures``: whether any device copies it as an image."""
     rows, shifts, nbytes = rows_per_sample(graph), [], []
