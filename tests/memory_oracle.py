@@ -12,6 +12,7 @@ from math import prod
 from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
+from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
@@ -151,8 +152,7 @@ class _Walk:
             part: Part = "activations" if tensor.kind == "input" else "weights"
             for device, box in boxes.items():
                 self._always(device, volume(box) * tensor.itemsize, part)
-            if len(tensor.shape) == 4 and tensor.dtype in ("float32", "bfloat16"):
-                self._images(tensor)
+            self._images(tensor)
         for weight in lowered.weights:
             tensor = self.graph.tensor[weight.tensor]
             kept = state_bytes(tensor, options.optimizer, options.precision)
@@ -166,8 +166,10 @@ class _Walk:
         for e in self.lowered.edges_of[tensor.name]:
             readers = [reader for reader, _ in self.lowered.edges[e].readers]
             for device, box, _ in self.lowered.edges[e].need:
+                if not has_channels_last(len(box), tensor.dtype, self.lowered.topology.devices[device].kind):
+                    continue
                 _, channels, *places = (high - low for low, high in box)
-                if channels == 1 or prod(places) == 1 or self.lowered.topology.devices[device].kind != "cpu":
+                if not takes_copy(channels, prod(places)):
                     continue
                 late = [self.graph.operators[reader].half == "weights" for reader in readers]
                 kinds = [TaskKind.BACKWARD if half else TaskKind.FORWARD for half in late]

@@ -1,4 +1,4 @@
-"""Which tensors are images: those have a memory format of their own (``ops.local.preferred``)."""
+"""Which tensors are images: those have a memory format of their own (``ops.formats``)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ last moment, both included. These are the spans:
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
   those that are trained (one copy for momentum, two for adam; of weights in half precision: in float32, and a master
-  copy besides). Of images at hand a CPU makes copies with the channels last (``graph.images``), of what readers want
-  alike: from the first of them to the last use.
+  copy besides). Of images at hand a CPU makes copies with the channels last (``graph.ops.formats``), of what readers
+  want alike: from the first of them to the last use.
 - A **gathered weight**, whatever is kept in parts of it (``strategy.States``: in parts it is stored, too): from the
   communication that brings it to the last forward, and to the backwards that need it (``graph.ops.kept_weights``). It
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
@@ -71,6 +71,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.graph.ops.formats import takes_copy
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
@@ -106,6 +107,7 @@ from flexsearch.simulate.spans import (
 )
 from flexsearch.strategy import OVER_ALL, States
 
+_takes_copy = lean(takes_copy)
 _GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
 
 
@@ -125,8 +127,8 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
         part = np.uint64(units.part[t])
         _hold_box(sources, state, begin, end, t, part, spans)
-        if units.at_hand_image[t] == 1:
-            _hold_images(sources, state, begin, end, t, spans)
+        for k in range(begin, end):
+            _hold_image(sources, state, begin, k, end, t, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):
@@ -178,37 +180,47 @@ def _read_layout(sources: Sources, state: State, slot: Any) -> Any:
 
 
 @lean
-def _hold_images(sources: Sources, state: State, begin: Any, end: Any, t: Any, spans: Spans) -> None:
-    """The copies, channels last, of images at hand: one for the readers that want the same of them, from the first of
-    these to the last use."""
-    units, wiring, layouts, flows = sources.units, sources.wiring, sources.layouts, sources.program.flows
-    for k in range(begin, end):
-        slot, begun, until, known = np.uint64(units.reader[k]), end_of(sources), ZERO, False
-        layout = _read_layout(sources, state, slot)
-        for j in range(begin, end):
-            other = np.uint64(units.reader[j])
-            if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
-                known = known or j < k
-                reader = np.uint64(wiring.slot_operator[other])
-                blocks = units.backward_block if is_late(sources, reader) else units.forward_block
-                begun = min(begun, TWO * np.uint64(blocks[reader]))
-                until = max(until, last_use(sources, state, units.reader, j))
-        if known or flows[slot] == GRADIENT:
+def _hold_image(sources: Sources, state: State, begin: Any, k: Any, end: Any, t: Any, spans: Spans) -> None:
+    """The copies, channels last, of an image at hand for the reader k of those from ``begin`` to ``end``, and for the
+    later ones that want the same of it: from the first of them to the last use."""
+    units, layouts = sources.units, sources.layouts
+    slot = np.uint64(units.reader[k])
+    for j in range(begin, k):
+        if _reads_alike(sources, state, slot, np.uint64(units.reader[j])):
+            return
+    if sources.program.flows[slot] == GRADIENT:
+        return
+    begun, until = end_of(sources), ZERO
+    for j in range(k, end):
+        other = np.uint64(units.reader[j])
+        if _reads_alike(sources, state, slot, other):
+            reader = np.uint64(sources.wiring.slot_operator[other])
+            blocks = units.backward_block if is_late(sources, reader) else units.forward_block
+            begun = min(begun, TWO * np.uint64(blocks[reader]))
+            until = max(until, last_use(sources, state, units.reader, j))
+    layout = _read_layout(sources, state, slot)
+    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
+    grid = np.uint64(layouts.layout_grid[layout])
+    entry, box = np.uint64(layouts.grid_first[grid]), np.uint64(layouts.grid_box[grid])
+    for row in range(entries_of(layouts, layout)):
+        d = np.uint64(layouts.device[first + row])
+        if d >= np.uint64(spans.reads.shape[0]) or units.at_hand_image[t, d] == 0:
             continue
-        first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
-        entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])])
-        box = np.uint64(layouts.grid_box[np.uint64(layouts.layout_grid[layout])])
-        for row in range(entries_of(layouts, layout)):
-            d, at = np.uint64(layouts.device[first + row]), box + row * rank_of(layouts, layout)
-            if d < np.uint64(spans.reads.shape[0]) and units.on_cpu[d] == 1:
-                channels = layouts.box[at + ONE, 1] - layouts.box[at + ONE, 0]
-                if 1 < channels < layouts.volume[entry + row] // (layouts.box[at, 1] - layouts.box[at, 0]):
-                    nbytes = layouts.volume[entry + row] * units.at_hand_itemsize[t]
-                    handle = add(spans, d, nbytes, ACTIVATIONS, begun, until)
-                    for j in range(k, end):
-                        other = np.uint64(units.reader[j])
-                        if flows[other] == flows[slot] and _read_layout(sources, state, other) == layout:
-                            hand_on(sources, state, other, other, d, handle, 0, NOTHING, spans)
+        at, volume = box + row * rank_of(layouts, layout), layouts.volume[entry + row]
+        samples, channels = layouts.box[at, 1] - layouts.box[at, 0], layouts.box[at + ONE, 1] - layouts.box[at + ONE, 0]
+        if _takes_copy(channels, volume // (samples * channels)):
+            handle = add(spans, d, volume * units.at_hand_itemsize[t], ACTIVATIONS, begun, until)
+            for j in range(k, end):
+                other = np.uint64(units.reader[j])
+                if _reads_alike(sources, state, slot, other):
+                    hand_on(sources, state, other, other, d, handle, 0, NOTHING, spans)
+
+
+@lean
+def _reads_alike(sources: Sources, state: State, slot: Any, other: Any) -> Any:
+    """Whether the readers of two slots want the same of what is at hand."""
+    alike = _read_layout(sources, state, slot) == _read_layout(sources, state, other)
+    return alike and sources.program.flows[slot] == sources.program.flows[other]
 
 
 # ---- activations

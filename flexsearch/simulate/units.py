@@ -14,6 +14,7 @@ from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
+from flexsearch.graph.ops.formats import has_channels_last
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
@@ -46,8 +47,8 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     """The account of no plan, and what memory of the plans of ``rows`` is worked out from."""
     graph, topology, schedule = rows.lowering.graph, rows.lowering.topology, rows.schedule
     shift = (int(schedule.microbatches[0]) - 1) * rows.lowering.replicas * graph.batch
-    on_cpu = [device.kind == "cpu" for device in topology.devices]
-    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]), on_cpu)
+    kinds_of = [device.kind for device in topology.devices]
+    units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]), kinds_of)
     sources = Sources(
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
@@ -105,10 +106,10 @@ def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
 
 def make_units(
     graph: OperatorGraph, wiring: Wiring, table: BlockTable, options: Options, shift: int = 0, microbatches: int = 1,
-    on_cpu: Sequence[bool] = (),
+    devices: Sequence[str] = (),
 ) -> Units:  # fmt: skip
     """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
-    microbatch of a device to its last one; ``on_cpu``: by device."""
+    microbatch of a device to its last one; ``devices``: their kinds."""
     rules = _rules(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
@@ -130,7 +131,8 @@ def make_units(
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
-    shifts, nbytes, pictures = _fed(graph, at_hand, shift)
+    pictures = _images(graph, at_hand, devices)
+    shifts, nbytes = _fed(graph, at_hand, shift, pictures.any(axis=1).tolist())
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
@@ -150,7 +152,7 @@ def make_units(
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_image=_flags(pictures), on_cpu=_flags(on_cpu), at_hand_shift=shifts, at_hand_bytes=nbytes,
+        at_hand_image=pictures, at_hand_shift=shifts, at_hand_bytes=nbytes,
         part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         several=_flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
@@ -181,18 +183,29 @@ def _places(views: Rows) -> Numbers:
     return place
 
 
+def _images(graph: OperatorGraph, names: Iterable[str], devices: Sequence[str]) -> npt.NDArray[np.uint8]:
+    """``Units.at_hand_image``."""
+    tensors = [graph.tensor[name] for name in names]
+    pictures = np.zeros((len(tensors), len(devices)), np.uint8)
+    for kind in set(devices):
+        alike = [device == kind for device in devices]
+        for row, tensor in zip(pictures, tensors, strict=True):
+            row[alike] = has_channels_last(len(tensor.shape), tensor.dtype, kind)
+    return pictures
+
+
 def _fed(
-    graph: OperatorGraph, names: Iterable[str], shift: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[bool]]:
-    """``Units.at_hand_shift``, ``at_hand_bytes`` and ``at_hand_image``."""
-    rows, shifts, nbytes, pictures = rows_per_sample(graph), [], [], []
-    for tensor in map(graph.tensor.__getitem__, names):
+    graph: OperatorGraph, names: Iterable[str], shift: int, pictures: Iterable[bool]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """``Units.at_hand_shift`` and ``at_hand_bytes``. ``pictures``: whether any device copies it as an image."""
+    rows, shifts, nbytes = rows_per_sample(graph), [], []
+    for name, copied in zip(names, pictures, strict=True):
+        tensor = graph.tensor[name]
         length = (tensor.shape or (1,))[0]
-        shifts.append(shift * rows.get(tensor.name, 0))
-        pictures.append(len(tensor.shape) == 4 and tensor.dtype in ("float32", "bfloat16"))
-        copies = len(graph.consumers[tensor.name]) * tensor.nbytes if pictures[-1] else 0
+        shifts.append(shift * rows.get(name, 0))
+        copies = len(graph.consumers[name]) * tensor.nbytes if copied else 0
         nbytes.append(tensor.nbytes * (length + shifts[-1]) // length + copies)
-    return _sizes(shifts), _sizes(nbytes), pictures
+    return _sizes(shifts), _sizes(nbytes)
 
 
 def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Numbers]]:

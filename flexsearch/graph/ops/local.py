@@ -8,6 +8,7 @@ from typing import Any
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.notation import Box, Interval
+from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.graph.ops.lazy import torch
 from flexsearch.graph.piece import Piece
 
@@ -91,18 +92,17 @@ def in_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def preferred(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in the memory format in which the kernels are fastest: channels last for images and convolution
-    weights on a CPU (6-10 % of a whole AlexNet or ResNet-50 step), as it is elsewhere. Kernels pass the format on.
-
-    Only where oneDNN computes the convolutions; PyTorch's own gain nothing.
-    """
-    last = preferred_format(tensor.dim(), tensor.dtype, tensor.device) == torch.channels_last
-    return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+    """``tensor`` in the memory format in which the kernels are fastest (``formats``). Kernels pass the format on."""
+    if preferred_format(tensor.dim(), tensor.dtype, tensor.device) != torch.channels_last:
+        return tensor
+    _, channels, height, width = tensor.shape
+    return tensor.contiguous(memory_format=torch.channels_last) if takes_copy(channels, height * width) else tensor
 
 
 def preferred_format(rank: int, dtype: torch.dtype, device: torch.device) -> torch.memory_format:
-    """The memory format that ``preferred`` gives a tensor."""
-    images = rank == 4 and dtype in (torch.float32, torch.bfloat16)
-    if images and device.type == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    """The memory format that ``preferred`` gives a tensor: channels last only where oneDNN computes the convolutions;
+    PyTorch's own gain nothing."""
+    images = has_channels_last(rank, str(dtype).removeprefix("torch."), device.type)
+    if images and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return torch.channels_last
     return torch.contiguous_format
