@@ -127,8 +127,9 @@ def list_spans(sources: Sources, state: State, u: Any, spans: Spans) -> None:
         begin, end = np.uint64(units.reader_first[t]), np.uint64(units.reader_last[t])
         part = np.uint64(units.part[t])
         _hold_box(sources, state, begin, end, t, part, spans)
-        for k in range(begin, end):
-            _hold_image(sources, state, begin, k, end, t, spans)
+        if units.at_hand_copied[t] == 1:
+            for k in range(begin, end):
+                _hold_image(sources, state, begin, k, end, t, spans)
     elif units.root[u] == WEIGHT:
         _hold_weight(sources, state, np.uint64(units.tensor[u]), spans)
     for k in range(first, last):

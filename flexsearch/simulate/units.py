@@ -132,7 +132,8 @@ def make_units(
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
     pictures = _images(graph, at_hand, devices)
-    shifts, nbytes = _fed(graph, at_hand, shift, pictures.any(axis=1).tolist())
+    copied = pictures.any(axis=1).tolist()
+    shifts, nbytes = _fed(graph, at_hand, shift, copied)
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
@@ -152,7 +153,7 @@ def make_units(
         each_block=each[0], each_second=each[1], each_added=each[2],
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_image=pictures, at_hand_shift=shifts, at_hand_bytes=nbytes,
+        at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
         part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         several=_flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
@@ -195,15 +196,15 @@ def _images(graph: OperatorGraph, names: Iterable[str], devices: Sequence[str]) 
 
 
 def _fed(
-    graph: OperatorGraph, names: Iterable[str], shift: int, pictures: Iterable[bool]
+    graph: OperatorGraph, names: Iterable[str], shift: int, copied: Iterable[bool]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``Units.at_hand_shift`` and ``at_hand_bytes``. ``pictures``: whether any device copies it as an image."""
+    """``Units.at_hand_shift`` and ``at_hand_bytes``. ``copied``: whether any device copies it as an image."""
     rows, shifts, nbytes = rows_per_sample(graph), [], []
-    for name, copied in zip(names, pictures, strict=True):
+    for name, pictured in zip(names, copied, strict=True):
         tensor = graph.tensor[name]
         length = (tensor.shape or (1,))[0]
         shifts.append(shift * rows.get(name, 0))
-        copies = len(graph.consumers[name]) * tensor.nbytes if copied else 0
+        copies = len(graph.consumers[name]) * tensor.nbytes if pictured else 0
         nbytes.append(tensor.nbytes * (length + shifts[-1]) // length + copies)
     return _sizes(shifts), _sizes(nbytes)
 
