@@ -40,9 +40,9 @@ class Units(NamedTuple):
     which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
     one for every microbatch (the same where there is no other), the last of the next microbatch where it comes before
     the first. By tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an
-    image (``at_hand_image``, by tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first
-    microbatch of the batch to the last one (0: it
-    does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that it belongs to.
+    image (``at_hand_image``, by tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the
+    first microbatch of the batch to the last one (0: it does not run over samples), ``at_hand_bytes``, the most with
+    copies, the ``part`` of memory that it belongs to.
     ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
     ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with

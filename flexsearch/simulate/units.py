@@ -132,7 +132,7 @@ def make_units(
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
     pictures = _images(graph, at_hand, devices)
-    copied = pictures.any(axis=1).tolist()
+    copied = [bool(row.any()) for row in pictures]
     shifts, nbytes = _fed(graph, at_hand, shift, copied)
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
