@@ -303,6 +303,18 @@ def test_a_loader_feeds_each_rank_its_samples_and_the_smaller_last_batch() -> No
     assert only_one[1][0] == pytest.approx(losses, rel=1e-9)
 
 
+def _fetched_first(file: str) -> list[float]:
+    step = parallelize(Net(), read(file), loss=loss)
+    first, second, last = step.loader(Samples(), seed=3)
+    return [step(first).loss.item(), step(second).loss.item(), step(last, samples=4).loss.item()]
+
+
+def test_batches_may_all_be_fetched_before_the_first_step() -> None:
+    [losses] = pool(1).run(_fetched_first, plan("single", 1))
+    for found in pool(2).run(_fetched_first, plan("data-parallel", 2)):
+        assert found == pytest.approx(losses, rel=1e-9)
+
+
 def _refused(file: str) -> list[str]:
     step = parallelize(Net(), read(file), loss=loss)
     errors = []

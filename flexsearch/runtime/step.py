@@ -342,8 +342,8 @@ class Parallel:
         **options: Any,
     ) -> Iterator[Any]:  # fmt: skip
         """This rank's part of each global batch of a data set, in an order that all ranks draw alike; None for a part
-        without samples. The next step knows if a batch is smaller than the plan's. ``options``: of
-        ``torch.utils.data.DataLoader``, ``collate_fn`` and ``num_workers`` for instance."""
+        without samples. The next step knows if the batch fetched last is smaller than the plan's; who fetches several
+        first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for instance."""
         order = sample_order(len(dataset), shuffle, seed, epoch)  # type: ignore[arg-type]
         counts, parts = [], []
         for batch in batches(order, self.graph.batch, drop_last):
@@ -356,6 +356,7 @@ class Parallel:
                 part = next(loaded)
             self._announced = count
             yield part
+        self._announced = None  # for whoever fetched all of them first
 
     # ---- state
 
