@@ -15,7 +15,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.search import Evaluator, search
 from flexsearch.search.climb import Climber
-from flexsearch.search.constants import MOVES
+from flexsearch.search.constants import MOVES, STEPS_TOGETHER_FROM
 from flexsearch.search.moves import draw
 from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig, Options, check_config, make_config
@@ -113,11 +113,12 @@ def test_members_of_a_class_get_configs_in_turn() -> None:
     assert patterns == {"AAAA", "ABAB", "ABBA", "ABAA", "AABA", "ABCA"}
 
 
-def test_steps_of_a_layer_do_not_alternate() -> None:
-    graph = recurrent()
-    space = Space(graph, ethernet(4))
+@pytest.mark.parametrize(("devices", "alternate"), [(4, True), (STEPS_TOGETHER_FROM, False)])
+def test_steps_of_a_layer_alternate_in_chains_on_few_devices(devices: int, alternate: bool) -> None:
+    space = Space(recurrent(), ethernet(devices))
     steps = {i for members in space.classes for i in members if i in space._layers}
-    assert steps and not any(space.may_alternate(members) for members in space.classes if steps & set(members))
+    several = [members for members in space.classes if steps & set(members)]
+    assert several and all(space.may_alternate(members) is alternate for members in several)
     assert not any(steps & set(members) for members in space.alternating)
 
 

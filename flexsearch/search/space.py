@@ -13,7 +13,7 @@ import numpy as np
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
-from flexsearch.search.constants import FEW, PERMUTED
+from flexsearch.search.constants import FEW, PERMUTED, STEPS_TOGETHER_FROM
 from flexsearch.search.meshes import Meshes
 from flexsearch.strategy import OperatorConfig, Sharding, make_config
 from flexsearch.strategy.baselines import has_weights, is_heavy, shardings
@@ -137,16 +137,21 @@ class Space:
         return tuple(dict.fromkeys(tuple(members) for members in found if len(members) > 1))
 
     def may_alternate(self, members: Sequence[int]) -> bool:
-        """Whether members of a class may have configs in turn (A, B, A, B): not the steps of a layer, which share
-        weights."""
-        return len(members) > 1 and not any(i in self._layers for i in members)
+        """Whether a chain gives members of a class configs in turn (A, B, A, B): on many devices not the steps of a
+        layer, which share weights."""
+        return len(members) > 1 and (self.count < STEPS_TOGETHER_FROM or not self._are_steps(members))
+
+    def _are_steps(self, members: Sequence[int]) -> bool:
+        """Whether members of a class are steps of unrolled layers."""
+        return any(i in self._layers for i in members)
 
     @cached_property
     def alternating(self) -> tuple[tuple[int, ...], ...]:
-        """Every second and every third member of a class, where that is neither all of them nor a single one."""
+        """Every second and every third member of a class, where that is neither all of them nor a single one, and no
+        step of a layer: descents over those would take too long."""
         return tuple(dict.fromkeys(
             members[offset::stride]
-            for members in (*self.classes, *self.loose_classes) if self.may_alternate(members)
+            for members in (*self.classes, *self.loose_classes) if not self._are_steps(members)
             for stride in (2, 3) for offset in range(stride) if len(members) >= 2 * stride
         ))  # fmt: skip
 
