@@ -64,7 +64,8 @@ def test_links_that_are_alike_lead_to_the_same_configs(graph: OperatorGraph) -> 
     assert shared or graph.name == mlp().name
 
 
-def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike() -> None:
+def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike_on_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexsearch.search.space.STEPS_TOGETHER_FROM", 4)
     graph, topology = recurrent(), Topology.load("p100:1")
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     layers: dict[int, list[int]] = {}

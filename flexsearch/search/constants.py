@@ -23,9 +23,9 @@ ALTERNATE: Final = 0.25
 BOTH: Final = 0.6
 """How often, then, the other members change too, to another config. Measured: search_quality, alternating."""
 STEPS_TOGETHER_FROM: Final = 32
-"""From so many devices on, steps of a recurrent layer do not alternate. Measured: NMT on 16 P100 (20 s, six seeds) has a
-median of 32.9 ms where they do and 37.6 where they do not; medians on 4 and 8 are the same within 2 %; on 64, where chains
-have fewer proposals for each choice, two seeds are 7 and 20 % slower with it, and the language model 15 %."""
+"""From so many devices on, steps of a recurrent layer do not alternate. Measured: NMT on 16 P100 (20 s, six seeds) has
+a median of 32.9 ms where they do and 37.6 where they do not; medians on 4 and 8 are the same within 2 %; on 64, where
+chains have fewer proposals for each choice, two seeds are 7 and 20 % slower with it, and the language model 15 %."""
 PERMUTED: Final = 0.3
 """How often a random config lies on devices in an order that permutes the axes of the machine, where it has several.
 Measured: search_quality, alternating."""
