@@ -147,8 +147,8 @@ class Space:
 
     @cached_property
     def alternating(self) -> tuple[tuple[int, ...], ...]:
-        """Every second and every third member of a class, where that is neither all of them nor a single one, and no
-        step of a layer: descents over those would take too long."""
+        """What descents change together: every second and every third member of a class, where that is neither all of
+        them nor a single one; not of the steps of a layer, which share weights."""
         return tuple(dict.fromkeys(
             members[offset::stride]
             for members in (*self.classes, *self.loose_classes) if not self._are_steps(members)
