@@ -195,8 +195,8 @@ def _run(
             else:
                 local.append(computed)
             for e, k in marked:
-                made = local[k]  # none where a kernel updates in place
-                entered[e] = get_gradient_edge(made) if made is not None and made.requires_grad else None
+                result = local[k]  # None where a kernel updates in place
+                entered[e] = get_gradient_edge(result) if result is not None and result.requires_grad else None
             for k in over:
                 local[k] = None
         return [*(local[k] for k in chosen), *entered, *([saved, others] if weights else [])]

@@ -356,7 +356,7 @@ class Parallel:
                 part = next(loaded)
             self._announced = count
             yield part
-        self._announced = None  # for whoever fetched all of them first
+        self._announced = None  # if all were fetched before the first step
 
     # ---- state
 
