@@ -32,7 +32,7 @@ def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best(
     better = Space(cnn(), ethernet(4)).random_plan(np.random.Generator(np.random.PCG64(9)))
     for n in range(WINDOW + 6):
         climb = plan.plan(n, done[: max(0, n - WINDOW + 1)])
-        assert climb is not None and climb.coarse == (climb.phase != "from best")
+        assert climb is not None and climb.coarse
         if climb.phase == "from best":
             assert climb.configs == better and climb.best.time_s == 0.5
         phases.append(climb.phase)
@@ -40,6 +40,24 @@ def test_every_start_has_its_turn_then_every_second_climb_goes_on_from_the_best(
     assert phases[:3] == [f"from start {k}" for k in range(3)]
     assert phases[3:WINDOW] == ["from random"] * (WINDOW - 3)
     assert phases[WINDOW:] == ["from best", "from random"] * 3
+
+
+def test_by_the_clock_the_third_climb_goes_on_from_the_best_that_is_known() -> None:
+    plan = schedule(None)
+    better = Climbed(1, "from start 1", plan.best.configs[::-1], Evaluation(0.5, 0.0), 10)
+    other = Climbed(2, "from best", (), Evaluation(0.75, 0.0), 10)
+    climbs = [plan.plan(k, [better, other][: max(0, k - 1)]) for k in range(7)]
+    phases = [climb.phase for climb in climbs if climb is not None]
+    assert phases[:4] == ["from start 0", "from start 1", "from best", "from start 2"]
+    assert phases[4:] == ["from best", "from random", "from best"]
+    assert all(c.configs == better.configs and c.best.time_s == 0.5 for c in climbs if c and c.phase == "from best")
+    assert all(c.best == plan.best.evaluation for c in climbs if c and c.phase != "from best")
+
+
+def test_by_the_clock_starts_have_their_turn_while_nothing_has_ended() -> None:
+    plan = schedule(None)
+    climbs = [plan.plan(k, []) for k in range(4)]
+    assert [c.phase for c in climbs if c] == ["from start 0", "from start 1", "from start 2", "from random"]
 
 
 def test_on_many_devices_the_second_climb_splits_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +124,13 @@ def test_a_budget_that_brought_nothing_ends_the_chains_and_the_best_is_still_pol
     polished = Climbed(7, f"start 0{POLISHED}", plan.best.configs, Evaluation(0.9, 0.0), 10, optimal=True)
     kept, why = plan.within([*chains, polished])
     assert [c.index for c in kept] == [0, 1, 2, 3, 4, 7] and "half of the budget" in why
-    plan._planned = [0] * 7
-    climb = plan.plan(7, chains)
+    waited = [Climbed(k, "", (), Evaluation(2.0, 0.0)) for k in range(7, 6 + WINDOW)]
+    number = 6 + WINDOW  # the first that knows what all of the chains brought
+    plan._planned = [0] * number
+    climb = plan.plan(number, [*chains, *waited])
     assert climb is not None and climb.phase.endswith(POLISHED) and climb.patience == 0
-    assert plan.plan(8, [*chains, polished]) is None
+    plan._planned += [0] * WINDOW
+    assert plan.plan(number + WINDOW, [*chains, *waited, polished]) is None
 
 
 def test_a_budget_is_used_up_while_nothing_fits_into_memory() -> None:

@@ -1,7 +1,7 @@
 """What each climb of a search does: where it starts, and how many proposals it may make.
 
-This depends only on climbs that ended at least ``WINDOW`` climbs earlier and on numbers of proposals, so it is the
-same for any number of processes.
+With a budget of proposals, this depends only on climbs that ended at least ``WINDOW`` climbs earlier and on numbers of
+proposals, so it is the same for any number of processes. With a budget in seconds, it depends on all that have ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from flexsearch.search.climb import Climb, Climbed
-from flexsearch.search.constants import LENGTH, POLISH, SHARE, SLOWER, WINDOW
+from flexsearch.search.constants import FROM_BEST, LENGTH, POLISH, SHARE, SLOWER, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 
 POLISHED: Final = ", polished"
@@ -57,12 +57,16 @@ class ClimbSchedule:
         self.order, self.folds, self.best, self.found_in = order, (1, *folds), best, found_in
         self.proposals, self.patience, self.before = proposals, patience, before
         self._planned: list[int] = []
+        self._from_best: set[int] = set()
+        """Which climbs start from the best plan, turns not counted."""
         self._turns = 0
         """Climbs that took the place of others, to go on from the best plan."""
 
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
-        """What climb ``index`` does. Each start has its turn, then random plans; from climb WINDOW on, every second one
-        starts from the best plan that is known by then. Where plans can be folded, they are in turns."""
+        """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on, as soon as
+        one has ``ended``, every second one starts from the best plan. Where plans can be folded, they are in turns."""
+        if self.proposals is not None:
+            ended = ended[: max(0, index - WINDOW + 1)]
         kept = self.within(ended)[0] if self.proposals is not None else ended
         best, place = self._best_of(kept), index - self._turns
         patience = 1 + place // SLOWER
@@ -77,23 +81,26 @@ class ClimbSchedule:
         if count <= 0 and not waits:
             return self._last(index, ended, best)
         self._planned.append(count := max(0, count))
-        at = place if place < WINDOW else WINDOW + (place - WINDOW) // 2
-        stream, known = self.before + index, best.evaluation
-        if place >= WINDOW and (place - WINDOW) % 2 == 0:
-            replicas = self.folds[(place - WINDOW) // 2 % len(self.folds)]
+        if place >= FROM_BEST and (place - FROM_BEST) % 2 == 0 and ended:
+            self._from_best.add(place)
+        taken = sum(earlier < place for earlier in self._from_best)
+        stream = self.before + index
+        if place in self._from_best:
+            replicas = self.folds[taken % len(self.folds)]
             optimal = best.optimal and replicas == 1
             return Climb(
-                index, stream, "from best", best.configs, count, known, optimal, patience, replicas=replicas
+                index, stream, "from best", best.configs, count, best.evaluation, optimal, patience, coarse=True,
+                replicas=replicas,
             )  # fmt: skip
-        samples = False
+        samples, at = False, place - taken
         if at < len(self.order):
             start = self.order[at]
             name, configs, replicas, samples = start.name, start.configs, start.replicas, start.samples
         else:
             name, configs, replicas = "random", None, self.folds[(at - len(self.order)) % len(self.folds)]
         return Climb(
-            index, stream, f"from {name}", configs, count, known, patience=patience, coarse=True, replicas=replicas,
-            samples=samples,
+            index, stream, f"from {name}", configs, count, self.best.evaluation, patience=patience, coarse=True,
+            replicas=replicas, samples=samples,
         )  # fmt: skip
 
     def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:

@@ -18,8 +18,8 @@ from flexsearch.search.climb import Climb, Climbed, Climber, climbs_of
 from flexsearch.search.constants import LATE_S, WINDOW
 
 NextClimb = Callable[[int, list[Climbed]], Climb | None]
-"""(number of a climb, the ended ones up to number - WINDOW, in order) -> what to do (of no proposals: only to be
-counted); None: nothing is left."""
+"""(number of a climb, the ended ones in order, with all up to number - WINDOW) -> what to do (of no proposals: only to
+be counted); None: nothing is left."""
 
 
 def pickled(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
@@ -152,7 +152,7 @@ class Workers:
                     return self._again.pop()
                 n = self._next
                 if all(k in self.ended for k in range(n - WINDOW + 1)):
-                    climb = self._next_climb(n, [self.ended[k] for k in range(n - WINDOW + 1)])
+                    climb = self._next_climb(n, [self.ended[k] for k in sorted(self.ended)])
                     if climb is not None and climb.proposals:
                         self._next += 1
                         return climb
