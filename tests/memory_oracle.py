@@ -423,7 +423,7 @@ class _Walk:
                         # A second phase may end before the block that the first one's gradients are added at.
                         begin = min(t for (p, k, phase, _), sent in self.crossing.items() for t in sent
                                     if (p, k, phase) == (purpose, key, 0))  # fmt: skip
-                        buffer.block = self._next_bucket(begin)
+                        buffer.block = self._next_but_one(begin)
                         buffer.until(tasks[-1])
                     else:
                         used = max(self._unpacked(purpose, key, device, t) for t in tasks)
@@ -433,16 +433,19 @@ class _Walk:
                             buffer.used_up = joined[device] = max(joined.get(device, 0), used)
         return joined
 
-    def _next_bucket(self, task: int) -> int:
-        """The block before which gradients kept in parts are added that ``task`` sends: that of the next bucket of the
-        stage behind some computing, or the last one; the update for weights of several stages."""
+    def _next_but_one(self, task: int) -> int:
+        """The block before which gradients kept in parts are added that ``task`` sends: that of the next bucket but
+        one of the stage, each behind some computing, or the last one; the update for weights of several stages."""
         block, rows = self.lowered.tasks.identity[task].block, self.lowered.rows
         stage, kinds = rows.blocks.stage, rows.schedule.kind
         later = [b for b in range(block + 1, len(kinds)) if stage[b] == stage[block]]
-        computing = next((b for b in later if kinds[b] != SYNCHRONISE), len(kinds))
-        sent = [b for b in later if kinds[b] == SYNCHRONISE]
-        shared = stage[block] == len(self.lowered.stages)
-        return len(kinds) - 1 if shared else next((b for b in sent if b > computing), sent[-1])
+        last = len(kinds) - 1
+        if stage[block] == len(self.lowered.stages):
+            return last
+        for _ in range(2):
+            computing = next((b for b in later if b > block and kinds[b] != SYNCHRONISE), last)
+            block = next((b for b in later if b > computing and kinds[b] == SYNCHRONISE), last)
+        return block if block < last else max(b for b in later if kinds[b] == SYNCHRONISE)
 
     def _unpacked(self, purpose: str, key: int, device: int, task: int) -> int:
         """The first compute task that waits for what a communication brings. Weights that are gathered together are

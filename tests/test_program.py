@@ -165,15 +165,15 @@ def weights_under_way(program: Program, only: Collection[int] | None = None) -> 
     return counts
 
 
-def test_gradients_of_a_microbatch_are_added_up_before_those_of_another_operator_are_sent() -> None:
+def test_gradients_of_a_microbatch_are_added_up_before_those_of_the_next_operator_but_one_are_sent() -> None:
     for program in drawn(1):  # sends the gradient of each weight by itself, for each microbatch
         counts = weights_under_way(program)
-        assert len(counts) > 20 and set(counts) == {1, 2}  # of an operator's weight and bias
+        assert len(counts) > 20 and 2 < max(counts) <= 4  # weights and biases of two operators
 
 
 @pytest.mark.parametrize("topology", ["ethernet-1g:4", "dgx-a100:1"])
 @pytest.mark.parametrize("states", States)
-def test_parts_of_gradients_are_added_before_those_of_another_operator_are_sent(states: States, topology: str) -> None:
+def test_parts_of_gradients_are_added_before_those_of_the_next_operator_but_one_are_sent(states: States, topology: str) -> None:
     graph, cluster = _imported("mlp").graph, Topology.load(topology).subset(range(4))
     whole = baseline("fsdp", graph, cluster)
     configs = {name: replace(c, states=min(c.states, states)) for name, c in whole.configs.items()}
@@ -182,7 +182,7 @@ def test_parts_of_gradients_are_added_before_those_of_another_operator_are_sent(
         # it may store nothing of a small one
         own = {w for i in program.instructions if isinstance(i, Deliver) for w, _ in i.weights}
         counts = weights_under_way(program, own)
-        assert len(own) > 3 and (max(counts) <= 2) == (states > States.WHOLE)  # a weight and its bias
+        assert len(own) > 3 and (max(counts) <= 4) == (states > States.WHOLE)  # weights and biases of two operators
 
 
 def test_receives_are_posted_ahead_within_a_limit_and_never_behind_their_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

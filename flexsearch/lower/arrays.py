@@ -199,3 +199,9 @@ class BlockTable(NamedTuple):
     started_by: U32
     finished_by: U32
     added_by: U32
+
+
+def sent_each(table: BlockTable) -> dict[int, int]:
+    """By weight whose gradients may go for each microbatch: the block that starts to send them."""
+    pairs = enumerate(zip(table.each.tolist(), table.bucket.tolist(), strict=True))
+    return {w: int(table.started_by[each]) for w, (each, once) in pairs if each != once}

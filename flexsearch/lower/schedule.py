@@ -22,8 +22,9 @@ order of the microbatches: the update waits for the final one. Weights that seve
 whatever they keep.
 
 What a bucket brings to weights that are kept in parts (``States`` above ``WHOLE``) is added to their gradients before
-the next bucket is sent that an operator has computed for meanwhile, so that its buffers, as large as the whole
-gradients, do not wait for the update (``Blocks.added``).
+the next bucket but one is sent, of those that an operator has computed for meanwhile, so that its buffers, as large as
+the whole gradients, do not wait for the update (``Blocks.added``). Before the next one would be too early: a rank that
+waits for it there computes for the one after that while nothing moves (``fully_shard`` waits there).
 
 Weights whose updates are made in parts are gathered where the next step needs them, not behind the update: a step
 follows a step, and there the gathers move while the first operators compute.
@@ -285,7 +286,8 @@ def _add_gradients(
                 continue
             for which in sums:
                 bucket = blocks.bucket(weights, which)
-                while sent[which] and sent[which][0][1] < k:
+                before_last = max((row for _, row in sent[which] if row < k), default=0)
+                while sent[which] and sent[which][0][1] < before_last:
                     blocks.added[sent[which].pop(0)[0]] = len(blocks)
                 sent[which].append((bucket, k))
                 blocks.synchronise(bucket, before[which], stage, repeated=which == EACH)

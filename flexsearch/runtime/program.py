@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from flexsearch.lower import Communication, Lowered, TaskKind
+from flexsearch.lower.arrays import sent_each
 from flexsearch.runtime.emitter import Emitter
 from flexsearch.runtime.fusion import Fusion
 from flexsearch.runtime.instructions import (
@@ -54,6 +55,8 @@ class _Compiler(Emitter):
         """Communications that are issued."""
         self.issued: list[Transport] = []
         """Synchronisation of gradients that this device has made, all of whose communication with it is issued."""
+        self._sends = set(sent_each(lowered.plain_rows.blocks).values())
+        """Blocks that send gradients of each microbatch."""
         self.weight_of = {weight.tensor: w for w, weight in enumerate(lowered.weights)}
         self.fetched: dict[str, int] = {}
         """Buffer -> the microbatch that has read it last."""
@@ -316,16 +319,17 @@ class _Compiler(Emitter):
 
     def _deliver_earlier(self, following: Transport | None, task: int) -> None:
         """Add gradients of which this device has issued all, before it does ``task``: those that are to be added before
-        the block of the task, if all ranks have issued them in earlier ones; and if it synchronises, as ``following``,
-        those of the same weight or another one and an earlier microbatch. Their buffers would else wait for the
-        update."""
+        the block of the task, or before one of another microbatch's pass that is over, if all ranks have issued them
+        in earlier ones; and if it synchronises, as ``following``, those of the same weight or another one and an
+        earlier microbatch. Their buffers would else wait for the update."""
         rows, place = self.lowered.tasks.identity, self.transports.place
         at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
         for transport in [t for t in self.issued if t != following]:
             end, added = self.transports.ends[transport], self.lowered.added_before(transport.key)
-            later = rows[end].block < at.block and added <= at.block
-            earlier = following is not None and transport.microbatch != at.microbatch
-            over = (later and transport.microbatch == at.microbatch) or earlier
+            if transport.microbatch == at.microbatch:
+                over = rows[end].block < at.block and added <= at.block
+            else:  # what is added behind all that its stage sends waits for the first that this one sends
+                over = following is not None or added in self._sends
             over = over and added < update and place[end] < place[task]
             if (following is None or transport.key != following.key) and not over:
                 continue

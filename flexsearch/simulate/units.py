@@ -15,7 +15,7 @@ from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
-from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
+from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State, sent_each
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
@@ -225,8 +225,7 @@ def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Num
 def _carry_over(table: BlockTable, added: Numbers) -> None:
     """What is sent for each microbatch and ``added`` (by weight) behind all that its stage sends is added where the
     stage sends its first bucket for the next one."""
-    every = [w for w, (each, once) in enumerate(zip(table.each, table.bucket, strict=True)) if each != once]
-    started = {w: int(table.started_by[table.each[w]]) for w in every}
+    started = sent_each(table)
     first: dict[int, int] = {}
     for block in started.values():
         stage = int(table.stage[block])
