@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -23,10 +24,12 @@ from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower.lowering import lower
 from flexsearch.runtime import parts as runtime_parts
+from flexsearch.runtime import wire
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.parts import Part, Plan
 from flexsearch.strategy import Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
 from tests.random_strategies import strategies
 from tests.ranks import ON_GPUS, cluster, on_gpus, pool
 from tests.small_models import NAMES, Case, Dropped, case
@@ -244,7 +247,8 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
 
 def _apart(imported: Imported, file: str) -> tuple[History, int, int]:
     """Of a plan, on this rank, where parts of any size go in messages of their own, and messages of any size to lower
-    ranks over connections of their own; how often the one makes several messages, and how many go the other way."""
+    ranks over connections of their own, as if all were on one host; how often the one makes several messages, and how
+    many go the other way."""
     messages, group, more, lower = Plan.messages, Directions.group, [0], [0]
 
     def counted(plan: Plan, parts: Sequence[Part]) -> list[list[Part]]:
@@ -257,7 +261,11 @@ def _apart(imported: Imported, file: str) -> tuple[History, int, int]:
         lower[0] += chosen is not None
         return chosen
 
+    def ways(topology: Topology, timeout_s: float) -> Directions:
+        return Directions(["host"] * len(topology.devices), timedelta(seconds=timeout_s))
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "directions", ways)
         patch.setattr(runtime_parts, "ALONE_BYTES", 1)
         patch.setattr(runtime_parts, "COPIED_BYTES", 1)
         patch.setattr(directions, "LARGE_BYTES", 1)
@@ -278,6 +286,17 @@ def test_parts_in_messages_and_messages_on_connections_of_their_own_arrive_where
             agree(expected, history)
             several, downwards = several + more, downwards + down
     assert several > 0 and downwards > 0
+
+
+def _own_connections(hosts: list[str]) -> list[tuple[int, int]]:
+    """Between which ranks large messages have a connection of their own, from one to the other."""
+    ways, size = Directions(hosts, timedelta(seconds=60)), range(len(hosts))
+    return [(a, b) for a in size for b in size if a != b and ways.group(a, b, directions.LARGE_BYTES) is not None]
+
+
+def test_only_messages_inside_a_host_go_over_connections_of_their_own() -> None:
+    assert pool(3).run(_own_connections, ["a", "b", "a"]) == [[(2, 0)]] * 3
+    assert pool(3).run(_own_connections, ["a", "b", "c"]) == [[]] * 3
 
 
 def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:

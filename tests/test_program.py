@@ -173,7 +173,9 @@ def test_gradients_of_a_microbatch_are_added_up_before_those_of_the_next_operato
 
 @pytest.mark.parametrize("topology", ["ethernet-1g:4", "dgx-a100:1"])
 @pytest.mark.parametrize("states", States)
-def test_parts_of_gradients_are_added_before_those_of_the_next_operator_but_one_are_sent(states: States, topology: str) -> None:
+def test_parts_of_gradients_are_added_before_those_of_the_next_operator_but_one_are_sent(
+    states: States, topology: str
+) -> None:
     graph, cluster = _imported("mlp").graph, Topology.load(topology).subset(range(4))
     whole = baseline("fsdp", graph, cluster)
     configs = {name: replace(c, states=min(c.states, states)) for name, c in whole.configs.items()}

@@ -41,8 +41,9 @@ class Transfers:
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         # NCCL's barrier and gathering would run on the device; figures go round by CPU.
         self.control = dist.new_group(backend="gloo") if backend == "nccl" else dist.group.WORLD
-        shared = processors(self.gather(facts(self.device)))
-        self.ways = Directions(backend == "gloo" and len(set(shared)) == self.size, TIMEOUT)
+        everyone = self.gather(facts(self.device))
+        apart = backend == "gloo" and len(set(processors(everyone))) == self.size
+        self.ways = Directions([fact.place for fact in everyone] if apart else None, TIMEOUT)
         self.tag = 0
         self.packing_s = self.copying_s = 0.0
         """Of the last ``move`` or ``all_reduce``: processor seconds for which this thread put together what it sent,

@@ -26,7 +26,8 @@ _RUN = "run"
 
 def directions(topology: Topology, timeout_s: float) -> Directions:
     """The process groups of messages between the ranks of a cluster. All ranks must ask together the first time."""
-    return Directions(dist.get_backend() == "gloo" and not topology.shares_processors, timedelta(seconds=timeout_s))
+    apart = dist.get_backend() == "gloo" and not topology.shares_processors
+    return Directions([d.host for d in topology.devices] if apart else None, timedelta(seconds=timeout_s))
 
 
 def _not_connected(error: Exception) -> RuntimeFailure:
