@@ -22,7 +22,7 @@ from flexsearch.strategy.native import native_plan
 from flexsearch.topology import Topology
 from tests import families
 from tests.conftest import Cli
-from tests.exported import alone, build, layout, train
+from tests.exported import alone, build, family_gradients, in_parts, layout, train
 from tests.ranks import pool
 
 LLAMA = ("layers.1.input_norm", "layers.2.input_norm", "layers.3.input_norm")
@@ -110,6 +110,38 @@ def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> Non
         torch.testing.assert_close(found.grad, expected.grad, msg=name)
 
 
+ATTENTION = {r".*\.[qkv]_proj": "o", r".*\.(o|out)_proj": "i"}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("opt", {r".*embed_positions": "v"}),  # is called with the mask, and computes positions from it
+        ("opt", {r".*embed_positions": "d"}),
+        ("bart", {r".*embed_positions": "d", **ATTENTION}),
+        ("gemma3", ATTENTION),  # norms between these layers multiply by 1 + weight
+        ("wav2vec2", {"projector": "o"}),  # writes zeros into its output
+    ],
+)
+def test_layers_of_transformers_train_in_parts(name: str, split: dict[str, str]) -> None:
+    model, batch = families.build(name, draws=False, dtype=torch.float64)
+    graph = import_model(model, batch, name=name)
+    strategy = in_parts(graph, split)
+    expected = family_gradients(name, "")
+    for found in pool(2).run(family_gradients, name, torch_file(strategy, graph)):
+        assert found.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, msg=key)
+
+
+def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tensor_of_their_own() -> None:
+    text = torch_file(layout(graph("overwriting"), 2, 2, states=States.WEIGHTS), graph("overwriting"))
+    losses, _ = alone("overwriting")
+    answers = pool(4).run(train, "overwriting", text)
+    assert [sum(column) / 4 for column in zip(*(a[0] for a in answers), strict=True)] == pytest.approx(losses, rel=1e-9)
+    assert max(error for _, errors in answers for error in errors.values()) < 1e-9
+
+
 # ---- what cannot be exported
 
 
@@ -125,12 +157,13 @@ def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> Non
         (lambda: layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2), "'add' is computed by the model itself"),
         (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
         (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
+        (lambda: layout(graph("scaled"), 4, states=States.WEIGHTS), "parameter 'scale' is a scalar"),
         (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
     ],
 )  # fmt: skip
 def test_what_pytorch_cannot_express_is_refused_by_operator_or_option(plan: Callable[[], Strategy], says: str) -> None:
     strategy = plan()
-    of = next(graph(name) for name in ("mlp", "lenet", "llama", "gpt2") if strategy.graph.name == name)
+    of = next(graph(name) for name in ("mlp", "lenet", "llama", "gpt2", "scaled") if strategy.graph.name == name)
     with pytest.raises(StrategyError) as error:
         torch_file(strategy, of)
     assert says in error.value.message
@@ -141,6 +174,14 @@ def _mixed() -> Strategy:
     strategy = layout(graph("mlp"), 4, states=States.WEIGHTS)
     strategy.configs["layers.fc2"] = replace(strategy.configs["layers.fc2"], states=States.WHOLE)
     return strategy
+
+
+def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
+    """The router of a mixture of experts has the weight of a linear layer, and picks experts too."""
+    model, batch = families.build("mixtral", draws=False, experts_implementation="eager")
+    graph = import_model(model, batch, name="mixtral")
+    with pytest.raises(StrategyError, match=r"is a part of 'model.layers.0.mlp.gate', which is no nn.Linear: it comp"):
+        torch_file(in_parts(graph, {r".*\.mlp\.gate": "o"}), graph)
 
 
 def test_a_weight_that_two_modules_read_is_split_in_one_way() -> None:
