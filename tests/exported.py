@@ -175,10 +175,15 @@ def family_gradients(name: str, text: str) -> dict[str, torch.Tensor]:
     """Gradients of all weights of a Hugging Face model that runs as an exported file says, of the whole batch; without
     a file, of the model alone."""
     model, batch = families.build(name, draws=False, dtype=torch.float64)
+    file: Any = None
     if text:
-        file: Any = types.ModuleType("apply_plan")
+        file = types.ModuleType("apply_plan")
         exec(text, vars(file))
         model = file.apply_plan(model)
-    model(**batch)["loss"].backward()
-    found = {key: weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
+        batch = {key: file.share(x) for key, x in batch.items()}
+    if hasattr(file, "forward_backward"):
+        file.forward_backward(model, batch)
+    else:
+        model(**batch)["loss"].backward()
+    found = {key.removeprefix("module."): p.grad for key, p in model.named_parameters() if p.grad is not None}
     return {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in found.items()}

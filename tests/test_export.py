@@ -126,7 +126,16 @@ ATTENTION = {r".*\.[qkv]_proj": "o", r".*\.(o|out)_proj": "i"}
 def test_layers_of_transformers_train_in_parts(name: str, split: dict[str, str]) -> None:
     model, batch = families.build(name, draws=False, dtype=torch.float64)
     graph = import_model(model, batch, name=name)
-    strategy = in_parts(graph, split)
+    _same_gradients(name, in_parts(graph, split), graph)
+
+
+def test_a_model_that_computes_its_loss_runs_in_microbatches() -> None:
+    model, batch = families.build("vit", draws=False, dtype=torch.float64)
+    graph = import_model(model, batch, name="vit")
+    _same_gradients("vit", layout(graph, 2, topology="ethernet-1g:2", microbatches=2), graph)
+
+
+def _same_gradients(name: str, strategy: Strategy, graph: OperatorGraph) -> None:
     expected = family_gradients(name, "")
     for found in pool(2).run(family_gradients, name, torch_file(strategy, graph)):
         assert found.keys() == expected.keys()

@@ -53,6 +53,9 @@ def _head(file: File) -> str:
     if plan.pipeline > 1:
         use[1] = f"parts, schedule = apply_plan({where}, loss)  # the optimizer takes parts.parameters()"
         step = "schedule.step(*first(share(inputs)), **last(share(target), losses))  # losses: a list"
+    elif file.own_loss:
+        use.append("own = {name: share(x) for name, x in batch.items()}")
+        step = 'model(**own)["loss"].backward()' if strategy.microbatches == 1 else "forward_backward(model, own)"
     elif strategy.microbatches > 1:
         step = "forward_backward(model, loss, (share(inputs),), share(target))"
     if file.device == "cuda":
@@ -159,8 +162,17 @@ def _pipeline(file: File) -> str:
 def _microbatches(file: File) -> None:
     """``forward_backward``."""
     count = file.strategy.microbatches
-    file.needs("collections.abc", "Callable")
-    body = [f"value = loss(model(*own), wanted) / {count}", "value.backward()"]
+    if file.own_loss:
+        takes = "model: nn.Module, batch: dict[str, Tensor]"
+        each = f"batches = ({{name: x.chunk({count})[k] for name, x in batch.items()}} for k in range({count}))"
+        loop, value = "for k, own in enumerate(batches):", 'model(**own)["loss"]'
+    else:
+        file.needs("collections.abc", "Callable")
+        takes = "model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor"
+        each = f"samples = zip(*(x.chunk({count}) for x in inputs))"
+        loop = f"for k, (own, wanted) in enumerate(zip(samples, target.chunk({count}))):"
+        value = "loss(model(*own), wanted)"
+    body = [f"value = {value} / {count}", "value.backward()"]
     if file.plan.states <= States.OPTIMIZER and file.plan.data > 1:
         if file.wrapped:
             file.needs("contextlib", "nullcontext")
@@ -168,15 +180,11 @@ def _microbatches(file: File) -> None:
         else:
             body = [f"model.set_requires_gradient_sync(k == {count - 1})", *body]
         body.insert(0, "# Gradients are exchanged once, after the last microbatch.")
-    file.functions.append(
-        "def forward_backward(\n"
-        "    model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor\n"
-        ") -> Tensor:\n"
-        f'    """Forward and backward pass of this rank\'s samples in {count} microbatches; their mean loss."""\n'
-        "    total = target.new_zeros((), dtype=torch.float64)\n"
-        f"    samples = zip(*(x.chunk({count}) for x in inputs))\n"
-        f"    for k, (own, wanted) in enumerate(zip(samples, target.chunk({count}))):\n"
-        + indent("\n".join([*body, "total += value.detach()"]), "        ")
-        + "\n    return total"
-    )
     file.needs("", "torch")
+    file.functions.append(
+        f"def forward_backward(\n    {takes}\n) -> Tensor:\n"
+        f'    """Forward and backward pass of this rank\'s samples in {count} microbatches; their mean loss."""\n'
+        f"    losses = []\n    {each}\n    {loop}\n"
+        + indent("\n".join([*body, "losses.append(value.detach())"]), "        ")
+        + "\n    return torch.stack(losses).sum()"
+    )
