@@ -41,6 +41,8 @@ def build(name: str) -> ZooModel:
         "pooled": pooled,
         "overwriting": overwriting,
         "scaled": scaled,
+        "by name": called,
+        "tuples": lambda: called(alone=False),
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
     return ZooModel(made.model.double(), inputs, made.targets, made.loss)
@@ -78,6 +80,36 @@ def scaled() -> ZooModel:
     """As the temperature of contrastive training is trained."""
     torch.manual_seed(0)
     return ZooModel(Scaled(), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class Block(nn.Module):
+    """A layer that returns its output, or that and a cache of nothing."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone, self.layer = alone, nn.Linear(6, 6)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        output = hidden + self.layer(hidden).relu()
+        return output if self.alone else (output, None)
+
+
+class Calling(nn.Module):
+    """Blocks that are called with a keyword, by what they are."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(alone) for _ in range(4)), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(hidden=x) if block.alone else block(hidden=x)[0]
+        return self.head(x)
+
+
+def called(*, alone: bool = True) -> ZooModel:
+    torch.manual_seed(0)
+    return ZooModel(Calling(alone), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
 
 
 def layout(

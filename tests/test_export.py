@@ -68,6 +68,9 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
             ("ScheduleInterleavedZeroBubble(",),
         ),
+        "pipeline x data, modules called by name": (
+            "by name", layout(graph("by name"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2), ("Schedule1F1B(",),
+        ),
         "pipeline x data, a module without operators": (
             "pooled", layout(graph("pooled"), 2, 1, ["1"], ranks=2, microbatches=2), ("Schedule1F1B(",),
         ),
@@ -149,6 +152,12 @@ def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tenso
     answers = pool(4).run(train, "overwriting", text)
     assert [sum(column) / 4 for column in zip(*(a[0] for a in answers), strict=True)] == pytest.approx(losses, rel=1e-9)
     assert max(error for _, errors in answers for error in errors.values()) < 1e-9
+
+
+def test_a_rank_of_a_pipeline_says_that_a_module_returns_more_than_a_tensor() -> None:
+    plan = layout(graph("tuples"), 1, 1, ["blocks.2.layer"], ranks=2, microbatches=2, topology="ethernet-1g-2")
+    with pytest.raises(AssertionError, match="Block returns a tuple; in a pipeline make it return one tensor"):
+        pool(2).run(train, "tuples", torch_file(plan, graph("tuples")))
 
 
 # ---- what cannot be exported

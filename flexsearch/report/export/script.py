@@ -99,8 +99,16 @@ def _parts(file: File) -> None:
     stages = "".join(f"    {names_text(names)},\n" for names in file.plan.modules)
     file.constants += [f"STAGES = [\n{stages}]", f"HELD = {literal(file.plan.held)}  # stages of each rank"]
     file.functions += [
-        'class HandOn(nn.Module):\n    """In the place of a module of another stage."""\n\n'
-        "    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:\n        return x",
+        'class HandOn(nn.Module):\n    """In the place of a module of another stage, with its attributes."""\n\n'
+        "    def __init__(self, module: nn.Module) -> None:\n        super().__init__()\n"
+        "        self.__dict__ = vars(module) | vars(self)\n\n"
+        "    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:\n"
+        "        return next(iter((*args, *named.values())))",
+        "def returns_tensor(module: nn.Module, inputs: object, output: object) -> None:\n"
+        '    """What a module returns is all that the next one gets, wherever it is."""\n'
+        "    if not isinstance(output, Tensor):\n"
+        "        name, kind = type(module).__name__, type(output).__name__\n"
+        '        raise TypeError(f"{name} returns a {kind}; in a pipeline make it return one tensor")',
         "def plain(module: nn.Module) -> bool:\n"
         '    """Whether it is a module of PyTorch without weights or parts."""\n'
         '    own = type(module).__module__.startswith("torch.nn.")\n'
@@ -112,12 +120,14 @@ def _parts(file: File) -> None:
         "    stage_of = {name: k for k, names in enumerate(STAGES) for name in names}\n"
         "    kept = [model.get_submodule(name) for name in STAGES[stage]]\n"
         "    gone = [model.get_submodule(name) for name, k in stage_of.items() if k != stage]\n"
+        "    for module in kept[:-1] if stage == len(STAGES) - 1 else kept:\n"
+        "        module.register_forward_hook(returns_tensor)\n"
         "    at, inside = 0, tuple(f\"{name}.\" for name in stage_of)\n"
         "    for name, module in model.named_modules():\n"
         "        at = stage_of.get(name, at)\n"
         "        if name not in stage_of and not name.startswith(inside) and plain(module):\n"
         "            (kept if at == stage else gone).append(module)\n"
-        "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn() for m in gone})",
+        "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn(m) for m in gone})",
     ]
     if file.plan.tensor > 1 or file.plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(
