@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
@@ -200,6 +201,25 @@ def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
     graph = import_model(model, batch, name="mixtral")
     with pytest.raises(StrategyError, match=r"is a part of 'model.layers.0.mlp.gate', which is no nn.Linear: it comp"):
         torch_file(in_parts(graph, {r".*\.mlp\.gate": "o"}), graph)
+
+
+class Borrowing(nn.Module):
+    """Multiplies by the weight of a layer that it does not call, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def test_a_layer_whose_weight_another_module_uses_is_not_split() -> None:
+    batch, target = (torch.randn(8, 6),), torch.randint(4, (8,))
+    model = nn.Sequential(Borrowing())
+    graph = import_model(model, batch, nn.functional.cross_entropy, targets=target, name="borrowing")
+    with pytest.raises(StrategyError, match=r"reads '0.inner.weight'"):
+        torch_file(in_parts(graph, {"0": "o"}), graph)
 
 
 def test_a_weight_that_two_modules_read_is_split_in_one_way() -> None:

@@ -54,7 +54,7 @@ def check_split(graph: OperatorGraph, operator: int, axis: str) -> None:
     op = graph.operators[operator]
     names = [name for name in op.inputs if graph.tensor[name].kind == "parameter"]
     layer = op.kind in ("linear", "embedding") and op.roles[axis] in ("parameter", "reduction")
-    own = bool(op.module) and all(name.startswith(f"{op.module}.") or _layer_of(graph, name) for name in names)
+    own = bool(op.module) and all(name.rpartition(".")[0] == op.module or _layer_of(graph, name) for name in names)
     beside = next(iter(computed_beside(graph, operator)), None) if op.kind == "linear" else None
     if not layer or not own or beside is not None:
         why = f"reads {names[0]!r}"
