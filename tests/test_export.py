@@ -276,6 +276,16 @@ def test_a_native_search_over_layouts_answers_with_a_plan_that_is_exported() -> 
         assert configs["loss.cross_entropy"].parts <= 1 or candidate.layout.tensor == 1  # each rank has whole logits
 
 
+def test_where_no_native_layout_can_be_planned_the_answer_names_the_search_that_finds_a_plan(cli: Cli) -> None:
+    """Replicas on devices that are linked directly are planned in one stage alone."""
+    model, batch = families.build("llama", draws=False)
+    import_model(model, batch, name="llama").save("llama.json")
+    ran = cli("optimize", "llama.json", "-t", "p100:1", "--space", "native-layouts", "-b", "1s")
+    assert ran.code == 2 and "Search with --space native," in " ".join(ran.err.split())
+    assert cli("optimize", "llama.json", "-t", "p100:1", "--space", "native", "-b", "40").code == 0
+    assert cli("export", "strategy.json", "--graph", "llama.json", "-o", "apply_plan.py").code == 0
+
+
 def test_a_native_search_finds_a_plan_that_is_exported(cli: Cli) -> None:
     answer = cli("optimize", "mlp", "-t", "ethernet-1g-4", "--space", "native", "-b", 60, "--json").json
     assert answer["free_s"] <= answer["iteration_s"]
