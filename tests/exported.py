@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import has_weights, inside_group
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import placement
+from flexsearch.strategy.tensor_parallel import flow
 from flexsearch.topology import Topology
 from flexsearch.zoo.base import ZooModel
 from flexsearch.zoo.cnn import lenet
 from flexsearch.zoo.large import llama7b
 from flexsearch.zoo.mlp import mlp
 from flexsearch.zoo.transformer import gpt2
+from tests import families
 
 STEPS = 2
 Trained = tuple[list[float], dict[str, float]]
@@ -36,6 +39,10 @@ def build(name: str) -> ZooModel:
         "llama": lambda: llama7b(8, 6, 4, hidden=32, heads=4, kv_heads=2, ffn=24, vocab=20, device="cpu"),
         "gpt2": lambda: gpt2(8, 6, 2, hidden=32, heads=4, vocab=21),
         "pooled": pooled,
+        "overwriting": overwriting,
+        "scaled": scaled,
+        "by name": called,
+        "tuples": lambda: called(alone=False),
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
     return ZooModel(made.model.double(), inputs, made.targets, made.loss)
@@ -48,6 +55,61 @@ def pooled() -> ZooModel:
     layers = (nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 2, 2, stride=2), nn.AdaptiveAvgPool2d(4), nn.Flatten())
     model = nn.Sequential(*layers, nn.Linear(32, 5))
     return ZooModel(model, (torch.randn(8, 1, 8, 8),), torch.randint(5, (8,)), nn.functional.cross_entropy)
+
+
+def overwriting() -> ZooModel:
+    """An MLP as torchvision writes the classifiers of its networks."""
+    torch.manual_seed(0)
+    hidden = (nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Dropout(0.0, inplace=True), nn.Linear(12, 12), nn.ReLU(True))
+    model = nn.Sequential(*hidden, nn.Linear(12, 4))
+    return ZooModel(model, (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class Scaled(nn.Module):
+    """A linear layer, and one number that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def scaled() -> ZooModel:
+    """As the temperature of contrastive training is trained."""
+    torch.manual_seed(0)
+    return ZooModel(Scaled(), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class Block(nn.Module):
+    """A layer that returns its output, or that and a cache of nothing."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone, self.layer = alone, nn.Linear(6, 6)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        output = hidden + self.layer(hidden).relu()
+        return output if self.alone else (output, None)
+
+
+class Calling(nn.Module):
+    """Blocks that are called with a keyword, by what they are."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block(alone) for _ in range(4)), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(hidden=x) if block.alone else block(hidden=x)[0]
+        return self.head(x)
+
+
+def called(*, alone: bool = True) -> ZooModel:
+    torch.manual_seed(0)
+    return ZooModel(Calling(alone), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
 
 
 def layout(
@@ -71,6 +133,17 @@ def layout(
         graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // data),
         microbatches=microbatches, schedule=schedule,
     )  # fmt: skip
+
+
+def in_parts(graph: OperatorGraph, split: Mapping[str, str]) -> Strategy:
+    """On two devices, the layers whose modules match a pattern split along its axis, and between them what PyTorch
+    makes of that."""
+    axes = {
+        i: axis for pattern, axis in split.items() for i, op in enumerate(graph.operators)
+        if re.fullmatch(pattern, op.module) and op.kind in ("linear", "embedding")
+    }  # fmt: skip
+    configs = dict(zip(graph.index, flow(graph, 2, axes).configs, strict=True))
+    return Strategy.make(graph, Topology.load("ethernet-1g:2"), configs)
 
 
 def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -128,3 +201,21 @@ def _errors(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, fl
         whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
         found[plain] = (whole - expected[plain]).abs().max().item()
     return found
+
+
+def family_gradients(name: str, text: str) -> dict[str, torch.Tensor]:
+    """Gradients of all weights of a Hugging Face model that runs as an exported file says, of the whole batch; without
+    a file, of the model alone."""
+    model, batch = families.build(name, draws=False, dtype=torch.float64)
+    file: Any = None
+    if text:
+        file = types.ModuleType("apply_plan")
+        exec(text, vars(file))
+        model = file.apply_plan(model)
+        batch = {key: file.share(x) for key, x in batch.items()}
+    if hasattr(file, "forward_backward"):
+        file.forward_backward(model, batch)
+    else:
+        model(**batch)["loss"].backward()
+    found = {key.removeprefix("module."): p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return {key: grad.full_tensor() if isinstance(grad, DTensor) else grad for key, grad in found.items()}

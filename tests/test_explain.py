@@ -249,8 +249,9 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
     x = b.linear("fc", b.source("x", 8, 16), 12)
     x = b.add("shift", "pad", "(n-1) c -> n c", [x], [8, 12])
     graph = b.finish(x)
-    with pytest.raises(NotationError, match="'shift' mixes the batch with constants"):
+    with pytest.raises(NotationError, match="'shift' mixes the batch with constants") as error:
         with_batch(graph, 2)
+    assert error.value.remedy == "Import the model again with that batch."
     setting = Setting.of(graph, Topology.load("ethernet-1g-2"))
     lowered, _ = lowered_plan(setting, "data-parallel")
     *_, batch = what_ifs(lowered, None)

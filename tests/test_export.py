@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
@@ -22,7 +23,7 @@ from flexsearch.strategy.native import native_plan
 from flexsearch.topology import Topology
 from tests import families
 from tests.conftest import Cli
-from tests.exported import alone, build, layout, train
+from tests.exported import alone, build, family_gradients, in_parts, layout, train
 from tests.ranks import pool
 
 LLAMA = ("layers.1.input_norm", "layers.2.input_norm", "layers.3.input_norm")
@@ -68,6 +69,9 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
             ("ScheduleInterleavedZeroBubble(",),
         ),
+        "pipeline x data, modules called by name": (
+            "by name", layout(graph("by name"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2), ("Schedule1F1B(",),
+        ),
         "pipeline x data, a module without operators": (
             "pooled", layout(graph("pooled"), 2, 1, ["1"], ranks=2, microbatches=2), ("Schedule1F1B(",),
         ),
@@ -110,6 +114,53 @@ def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> Non
         torch.testing.assert_close(found.grad, expected.grad, msg=name)
 
 
+ATTENTION = {r".*\.[qkv]_proj": "o", r".*\.(o|out)_proj": "i"}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("opt", {r".*embed_positions": "v"}),  # is called with the mask, and computes positions from it
+        ("opt", {r".*embed_positions": "d"}),
+        ("bart", {r".*embed_positions": "d", **ATTENTION}),
+        ("gemma3", ATTENTION),  # norms between these layers multiply by 1 + weight
+        ("wav2vec2", {"projector": "o"}),  # writes zeros into its output
+    ],
+)
+def test_layers_of_transformers_train_in_parts(name: str, split: dict[str, str]) -> None:
+    model, batch = families.build(name, draws=False, dtype=torch.float64)
+    graph = import_model(model, batch, name=name)
+    _same_gradients(name, in_parts(graph, split), graph)
+
+
+def test_a_model_that_computes_its_loss_runs_in_microbatches() -> None:
+    model, batch = families.build("vit", draws=False, dtype=torch.float64)
+    graph = import_model(model, batch, name="vit")
+    _same_gradients("vit", layout(graph, 2, topology="ethernet-1g:2", microbatches=2), graph)
+
+
+def _same_gradients(name: str, strategy: Strategy, graph: OperatorGraph) -> None:
+    expected = family_gradients(name, "")
+    for found in pool(2).run(family_gradients, name, torch_file(strategy, graph)):
+        assert found.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(found[key], gradient, msg=key)
+
+
+def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tensor_of_their_own() -> None:
+    text = torch_file(layout(graph("overwriting"), 2, 2, states=States.WEIGHTS), graph("overwriting"))
+    losses, _ = alone("overwriting")
+    answers = pool(4).run(train, "overwriting", text)
+    assert [sum(column) / 4 for column in zip(*(a[0] for a in answers), strict=True)] == pytest.approx(losses, rel=1e-9)
+    assert max(error for _, errors in answers for error in errors.values()) < 1e-9
+
+
+def test_a_rank_of_a_pipeline_says_that_a_module_returns_more_than_a_tensor() -> None:
+    plan = layout(graph("tuples"), 1, 1, ["blocks.2.layer"], ranks=2, microbatches=2, topology="ethernet-1g-2")
+    with pytest.raises(AssertionError, match="Block returns a tuple; in a pipeline make it return one tensor"):
+        pool(2).run(train, "tuples", torch_file(plan, graph("tuples")))
+
+
 # ---- what cannot be exported
 
 
@@ -125,12 +176,13 @@ def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> Non
         (lambda: layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2), "'add' is computed by the model itself"),
         (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
         (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
+        (lambda: layout(graph("scaled"), 4, states=States.WEIGHTS), "parameter 'scale' is a scalar"),
         (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
     ],
 )  # fmt: skip
 def test_what_pytorch_cannot_express_is_refused_by_operator_or_option(plan: Callable[[], Strategy], says: str) -> None:
     strategy = plan()
-    of = next(graph(name) for name in ("mlp", "lenet", "llama", "gpt2") if strategy.graph.name == name)
+    of = next(graph(name) for name in ("mlp", "lenet", "llama", "gpt2", "scaled") if strategy.graph.name == name)
     with pytest.raises(StrategyError) as error:
         torch_file(strategy, of)
     assert says in error.value.message
@@ -141,6 +193,33 @@ def _mixed() -> Strategy:
     strategy = layout(graph("mlp"), 4, states=States.WEIGHTS)
     strategy.configs["layers.fc2"] = replace(strategy.configs["layers.fc2"], states=States.WHOLE)
     return strategy
+
+
+def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
+    """The router of a mixture of experts has the weight of a linear layer, and picks experts too."""
+    model, batch = families.build("mixtral", draws=False, experts_implementation="eager")
+    graph = import_model(model, batch, name="mixtral")
+    with pytest.raises(StrategyError, match=r"is a part of 'model.layers.0.mlp.gate', which is no nn.Linear: it comp"):
+        torch_file(in_parts(graph, {r".*\.mlp\.gate": "o"}), graph)
+
+
+class Borrowing(nn.Module):
+    """Multiplies by the weight of a layer that it does not call, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def test_a_layer_whose_weight_another_module_uses_is_not_split() -> None:
+    batch, target = (torch.randn(8, 6),), torch.randint(4, (8,))
+    model = nn.Sequential(Borrowing())
+    graph = import_model(model, batch, nn.functional.cross_entropy, targets=target, name="borrowing")
+    with pytest.raises(StrategyError, match=r"reads '0.inner.weight'"):
+        torch_file(in_parts(graph, {"0": "o"}), graph)
 
 
 def test_a_weight_that_two_modules_read_is_split_in_one_way() -> None:
@@ -195,6 +274,16 @@ def test_a_native_search_over_layouts_answers_with_a_plan_that_is_exported() -> 
     for candidate, _ in result.baselines.values():
         configs = dict(zip(graph("llama").index, candidate.configs, strict=True))
         assert configs["loss.cross_entropy"].parts <= 1 or candidate.layout.tensor == 1  # each rank has whole logits
+
+
+def test_where_no_native_layout_can_be_planned_the_answer_names_the_search_that_finds_a_plan(cli: Cli) -> None:
+    """Replicas on devices that are linked directly are planned in one stage alone."""
+    model, batch = families.build("llama", draws=False)
+    import_model(model, batch, name="llama").save("llama.json")
+    ran = cli("optimize", "llama.json", "-t", "p100:1", "--space", "native-layouts", "-b", "1s")
+    assert ran.code == 2 and "Search with --space native," in " ".join(ran.err.split())
+    assert cli("optimize", "llama.json", "-t", "p100:1", "--space", "native", "-b", "40").code == 0
+    assert cli("export", "strategy.json", "--graph", "llama.json", "-o", "apply_plan.py").code == 0
 
 
 def test_a_native_search_finds_a_plan_that_is_exported(cli: Cli) -> None:

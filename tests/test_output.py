@@ -175,6 +175,14 @@ def test_a_shipped_file_is_an_input_too(tmp_path: Path) -> None:
         check_outputs({"-o": shipped("profiles", "ethernet-1g")}, "ethernet-1g-4")
 
 
+def test_a_graph_does_not_replace_the_module_of_its_model(cli: Cli) -> None:
+    Path("net.py").write_text("def build(): raise SystemExit")
+    for model in ("net:build", "net.py:build"):
+        ran = cli("import", model, "-o", "net.py")
+        assert ran.code == 2 and "net.py is also an input of this command" in ran.err
+    assert "def build" in Path("net.py").read_text()
+
+
 def test_what_is_being_written_when_the_process_ends_at_once_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

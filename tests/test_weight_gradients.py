@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from flexsearch.changing import on_changed
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.importer import import_with_constants
+from flexsearch.graph.importer import import_model, import_with_constants
 from flexsearch.graph.weight_gradients import able, weight_gradient_of, with_weight_gradients
 from flexsearch.lower import Lowering, lower
 from flexsearch.report.words import in_words
@@ -225,6 +227,25 @@ def test_what_cannot_be_split_apart_is_refused() -> None:
 
 
 # ---- the search
+
+
+class Recurrent(nn.Module):
+    """A layer that runs twice, the first time without a gradient, as recurrent reasoning models train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).detach())
+
+
+def test_nor_is_what_no_gradient_flows_through() -> None:
+    batch, target = (torch.randn(8, 6),), torch.randint(6, (8,))
+    graph = import_model(Recurrent(), batch, nn.functional.cross_entropy, targets=target, name="recurrent")
+    assert able(graph) == ("layer_1",)
+    with pytest.raises(StrategyError, match="no gradient flows through"):
+        with_weight_gradients(graph, ["layer"])
 
 
 def test_the_search_finds_splits_that_pay() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flexsearch.cli import signals, streams
-from flexsearch.cli.common import FINITE, JsonOption, check_outputs, show, stderr, stdout
+from flexsearch.cli.common import FINITE, JsonOption, check_outputs, file_of, show, stderr, stdout
 from flexsearch.cli.models import BatchOption, SetOption, keywords
 from flexsearch.errors import RuntimeFailure, StrategyError
 
@@ -111,9 +111,9 @@ def run(
 
     On several hosts: torchrun --nnodes ... -m flexsearch.cli run STRATEGY --model MODULE:CALLABLE.
     """
-    check_outputs({"--trace": trace}, strategy, profile, model.rpartition(":")[0])
+    check_outputs({"--trace": trace}, strategy, profile, file_of(model))
     learns = profile if trace is not None else None
-    check_outputs({"--profile": learns}, strategy, model.rpartition(":")[0])
+    check_outputs({"--profile": learns}, strategy, file_of(model))
     arguments = keywords(batch, set_)
     if not _is_rank():
         _launch(_check_ranks(strategy, ranks), pin_cores, as_json, tolerate)

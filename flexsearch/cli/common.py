@@ -243,6 +243,14 @@ def check_outputs(outputs: dict[str, Path | None], *inputs: str | Path | None) -
     output.check(outputs, sources)
 
 
+def file_of(model: str) -> str:
+    """The file that MODULE:CALLABLE or hf:CONFIG is read from, if it lies in this folder."""
+    if model.startswith("hf:"):
+        return model.removeprefix("hf:")
+    place = model.rpartition(":")[0]
+    return place if place.endswith(".py") else f"{place.replace('.', '/')}.py"
+
+
 def settings(given: list[str]) -> dict[str, Any]:
     """``key=value`` options as keyword arguments: integers, numbers, true/false/none and lists by their JSON, else
     text."""

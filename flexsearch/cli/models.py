@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flexsearch.cli import common, given
-from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, settings, show, stderr, stdout
+from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, file_of, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ def import_(
     arguments = keywords(batch, set_)
     if model.startswith("hf:"):
         arguments = {"device": "meta"} | arguments
-    source = model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0]
-    check_outputs({"--output": output}, source)
+    check_outputs({"--output": output}, file_of(model))
     from flexsearch.graph import Tracing
 
     graph = _imported(model, arguments, name, Tracing(opaque=opaque, batch_norm_groups=batch_norm_groups))

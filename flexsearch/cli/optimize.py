@@ -23,6 +23,7 @@ from flexsearch.cli.common import (
     TopologyOption,
     check_outputs,
     example,
+    file_of,
     load_setting,
     load_strategy,
     refuse_with,
@@ -160,12 +161,13 @@ def optimize(
     Ctrl-C ends the search and writes the best plan so far.
     """
     graph, topology = example(graph, topology, resume, profile, pin)
-    check_outputs({"--output": output, "--plot": plot}, graph, topology, profile)
+    source = file_of(model) if model is not None else None
+    check_outputs({"--output": output, "--plot": plot}, graph, topology, profile, source)
     _refuse_early(plot, resume, budget, exhaustive)
     allowed = _read_allowed(allow)
     size = Size(batch, seq)
     learns = profile if verify is not None else None
-    check_outputs({"--profile": learns}, graph, topology)
+    check_outputs({"--profile": learns}, graph, topology, source)
     known = None if learns is not None and not learns.exists() else profile
     setting = load_setting(graph, topology, known, size, reads)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)

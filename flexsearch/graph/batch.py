@@ -53,11 +53,15 @@ def rebuilt(graph: OperatorGraph, operators: Sequence[Operator], what: str, free
             if shapes.setdefault(name, shape) != shape:
                 raise NotationError(
                     f"operator {op.name!r} mixes the {what} with constants: tensor {name!r} would have shape "
-                    f"{shapes[name]} or {shape}"
+                    f"{shapes[name]} or {shape}",
+                    f"Import the model again with that {what}.",
                 )
             fixed = graph.tensor[name].kind in ("parameter", "buffer", "constant") and name not in free
             if fixed and shape != graph.tensor[name].shape:
-                raise NotationError(f"operator {op.name!r} indexes {name!r}, which is no part of it, by the {what}")
+                raise NotationError(
+                    f"operator {op.name!r} indexes {name!r}, which is no part of it, by the {what}",
+                    f"Import the model again with that {what}.",
+                )
     try:
         tensors = tuple(_copied(t, {"shape": shapes.get(t.name, t.shape)}) for t in graph.tensors)
         return _copied(graph, {"tensors": tensors, "operators": tuple(operators)})
@@ -134,6 +138,7 @@ def _shape(old: Operator, op: Operator, operand: Operand, tensor: Tensor, what: 
             shape.append(prod(op.sizes[axis] for axis in dimension.axes))
         else:
             raise NotationError(
-                f'operator {op.name!r} mixes the {what} with constants: "{dimension}" in pattern "{op.pattern}"'
+                f'operator {op.name!r} mixes the {what} with constants: "{dimension}" in pattern "{op.pattern}"',
+                f"Import the model again with that {what}.",
             )
     return tuple(shape)

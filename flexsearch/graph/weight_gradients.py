@@ -65,6 +65,8 @@ def _problem(graph: OperatorGraph, op: Operator) -> str:
         return "has operands besides its first one that are no weights of the model"
     if not all(name in graph.differentiable for name in op.inputs[1:]):
         return "has weights that are not trained"
+    if op.outputs[0] not in graph.differentiable:  # of a weight that another operator trains
+        return "has a result that no gradient flows through"
     return ""
 
 

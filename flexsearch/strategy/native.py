@@ -112,6 +112,14 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
             "another precision",
             "Use states weights (fully_shard) or whole, or export to megatron.",
         )
+    wraps = alone and plan.states in (States.WHOLE, States.OPTIMIZER)
+    scalar = next((t.name for t in graph.of_kind("parameter") if not t.shape), None)
+    if scalar and not wraps and (plan.data > 1 or options.precision != "as-is"):
+        raise StrategyError(
+            f"parameter {scalar!r} is a scalar; PyTorch's fully_shard, which this plan needs, takes tensors of one "
+            "dimension or more",
+            "Give it the shape (1,) in the model, or use data parallelism with states whole.",
+        )
     each = max(map(len, plan.held))
     if plan.pipeline > 1 and strategy.schedule in SINGLE and each > 1:
         raise StrategyError(

@@ -54,13 +54,29 @@ def check_split(graph: OperatorGraph, operator: int, axis: str) -> None:
     op = graph.operators[operator]
     names = [name for name in op.inputs if graph.tensor[name].kind == "parameter"]
     layer = op.kind in ("linear", "embedding") and op.roles[axis] in ("parameter", "reduction")
-    own = bool(op.module) and all(name.startswith(f"{op.module}.") or _layer_of(graph, name) for name in names)
-    if not layer or not own:
-        why = f"is a {op.kind} split over {axis!r} ({op.roles[axis]})" if not layer else f"reads {names[0]!r}"
+    own = bool(op.module) and all(name.rpartition(".")[0] == op.module or _layer_of(graph, name) for name in names)
+    beside = next(iter(computed_beside(graph, operator)), None) if op.kind == "linear" else None
+    if not layer or not own or beside is not None:
+        why = f"reads {names[0]!r}"
+        if not layer:
+            why = f"is a {op.kind} split over {axis!r} ({op.roles[axis]})"
+        elif beside is not None:
+            why = f"is a part of {op.module!r}, which is no nn.Linear: it computes {graph.operators[beside].name!r} too"
         raise StrategyError(
             f"operator {op.name!r} {why}; parallelize_module splits nn.Linear and nn.Embedding by features or rows",
             NATIVE,
         )
+
+
+def computed_beside(graph: OperatorGraph, operator: int) -> list[int]:
+    """The neighbours of a layer that its own module computes too."""
+    op = graph.operators[operator]
+    makers = [graph.producer[name] for name in op.inputs if name in graph.producer]
+    readers = [reader for name in op.outputs for reader, _ in graph.consumers[name]]
+    return [
+        i for i in (*makers, *readers)
+        if graph.operators[i].module == op.module and graph.operators[i].kind != op.kind
+    ]  # fmt: skip
 
 
 def _layer_of(graph: OperatorGraph, parameter: str) -> bool:
@@ -142,8 +158,8 @@ class _Walk:
             return None
         axis = implied[0].degrees[0][0]
         split = {name for s in sources for name in self.graph.operators[s].outputs}
-        whole = any(
-            axis in operand.names()
+        whole = any(  # of what every part reads, each rank would have a part of the gradient alone
+            axis in operand.names() or name in self.graph.differentiable
             for operand, name in zip(op.access.inputs, op.inputs, strict=True) if name not in split
         )  # fmt: skip
         kept = all(axis in operand.names() for operand in op.access.outputs)

@@ -77,7 +77,8 @@ class Builder:
         assert template is not None, f"kind {kind} has no pattern of its own"
         for shape, name in results:
             if name not in DTYPE_BYTES or any(s < 1 for s in shape):
-                raise self.error(f"makes a tensor of shape {shape} and dtype {name}, which a graph cannot hold")
+                remedy = "Give the model inputs of which no dimension is 0." if name in DTYPE_BYTES else ""
+                raise self.error(f"makes a tensor of shape {shape} and dtype {name}, which a graph cannot hold", remedy)
         shapes, made = [v.shape for v in inputs], [shape for shape, _ in results]
         text, known = instantiate(template, shapes, made, parameters, sizes)
         access = parse(text)

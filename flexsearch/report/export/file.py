@@ -48,6 +48,11 @@ class File:
         return self.options.precision == "as-is"
 
     @property
+    def own_loss(self) -> bool:
+        """Whether the model computes its loss itself, from a batch that has the targets too."""
+        return all(op.module != "loss" for op in self.graph.operators)
+
+    @property
     def wrapped(self) -> bool:
         """Whether data parallelism is ``DistributedDataParallel``, which goes with neither tensor parallelism nor
         another precision."""

@@ -97,7 +97,7 @@ def megatron_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
         if not options.reshard_after_forward and plan.states == States.WEIGHTS:
             raise _no(
                 "states: weights: Megatron-FSDP frees gathered weights after the forward pass, the plan keeps them",
-                "reshard_after_forward",
+                "`flexsearch optimize --reshard-after-forward`",
             )
         flags += [
             ("--use-megatron-fsdp", ""), ("--use-distributed-optimizer", ""),

@@ -12,6 +12,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower.recompute import NO_REGION, regions_of
 from flexsearch.report.export.file import File
 from flexsearch.strategy import Options, States
+from flexsearch.strategy.tensor_parallel import computed_beside
 
 
 def write_layers(file: File) -> None:
@@ -37,15 +38,23 @@ def write_layers(file: File) -> None:
 def _tensor_parallel(file: File) -> None:
     plan, graph = file.plan, file.graph
     styles: dict[str, str] = {}
+    tables: dict[str, str] = {}
     for i, axis in plan.split.items():
-        styles.setdefault(graph.operators[i].module, _style(file, i, axis))
+        if _own_indices(graph, i):
+            tables.setdefault(graph.operators[i].module, _table_style(file, i, axis))
+        else:
+            styles.setdefault(graph.operators[i].module, _style(file, i, axis))
     patterns = _patterns(styles, graph, set(chain.from_iterable(plan.modules)))
-    file.needs("torch.distributed.tensor.parallel", "parallelize_module")
-    rows = [f'    "{name}": {style},' for name, style in patterns.items()]
-    file.layers += [f"# Tensor parallelism over {plan.tensor} ranks.", "styles = {", *rows, "}"]
-    if plan.pipeline > 1:
-        file.layers.append('styles = {name: styles[name] for name in styles if "*" in name or here(model, [name])}')
-    file.layers.append('parallelize_module(model, mesh()["tensor"], styles)')
+    file.layers.append(f"# Tensor parallelism over {plan.tensor} ranks.")
+    if patterns:
+        file.needs("torch.distributed.tensor.parallel", "parallelize_module")
+        file.layers += ["styles = {", *(f'    "{name}": {style},' for name, style in patterns.items()), "}"]
+        if plan.pipeline > 1:
+            file.layers.append('styles = {name: styles[name] for name in styles if "*" in name or here(model, [name])}')
+        file.layers.append('parallelize_module(model, mesh()["tensor"], styles)')
+    if tables:
+        _tables(file, tables)
+    _in_place(file)
     tied = {
         (graph.operators[i].module, name)
         for i in plan.split for name in graph.operators[i].inputs
@@ -74,6 +83,65 @@ def _style(file: File, i: int, axis: str) -> str:
         return f"{name}()"
     file.needs("torch.distributed.tensor", "Replicate")
     return f"{name}({'input' if rows else 'output'}_layouts=Replicate())"
+
+
+def _own_indices(graph: OperatorGraph, i: int) -> bool:
+    """Whether an embedding may compute its indices in its own module, as tables of positions do."""
+    op = graph.operators[i]
+    constant = any(graph.tensor[name].kind == "constant" for name in op.inputs)
+    return op.kind == "embedding" and (constant or any(beside < i for beside in computed_beside(graph, i)))
+
+
+def _table_style(file: File, i: int, axis: str) -> str:
+    """Dimension of the weight and layout of the output."""
+    rows = file.graph.operators[i].roles[axis] == "reduction"
+    return f"{0 if rows else 1}, {'Replicate()' if rows or i in file.plan.flow.gathered else 'Shard(-1)'}"
+
+
+def _tables(file: File, tables: Mapping[str, str]) -> None:
+    """Embeddings that are split below what their class does with its arguments. The styles of ``parallelize_module``
+    take the first argument for the indices."""
+    file.needs("torch.distributed.tensor", "DTensor", "Replicate", "Shard", "distribute_tensor")
+    file.functions += [
+        "class Split(nn.Embedding):\n"
+        '    """An embedding of which each rank has a part; layout: of the output."""\n\n'
+        "    layout: Replicate | Shard\n\n"
+        "    def forward(self, indices: Tensor) -> Tensor:\n"
+        '        indices = DTensor.from_local(indices, mesh()["tensor"], [Replicate()], run_check=False)\n'
+        "        return super().forward(indices).redistribute(placements=[self.layout]).to_local()",
+        "def split(table: nn.Embedding, dim: int, layout: Replicate | Shard) -> None:\n"
+        '    """Split a table along a dimension, below what its class does with its arguments."""\n'
+        '    weight = distribute_tensor(table.weight.detach(), mesh()["tensor"], [Shard(dim)])\n'
+        "    table.weight = nn.Parameter(weight, table.weight.requires_grad)\n"
+        "    own = type(table)\n"
+        '    table.__class__ = type(own.__name__, (Split,) if own is nn.Embedding else (own, Split), {})\n'
+        "    table.layout = layout",
+    ]
+    for style in dict.fromkeys(tables.values()):
+        names = [name for name, own in tables.items() if own == style]
+        file.layers += file.each(names, f"split(model.get_submodule(name), {style})")
+
+
+def _in_place(file: File) -> None:
+    """PyTorch forbids writing over the outputs of layers that are split: they are views of DTensors."""
+    graph, written, activations = file.graph, dict[str, None](), False
+    for i in file.plan.split:
+        op = graph.operators[i]
+        for reader in (graph.operators[r] for name in op.outputs for r, _ in graph.consumers[name]):
+            if reader.attributes.get("target") in ("aten.where.self", "aten.masked_fill.Scalar"):
+                written[op.module] = None
+            activations |= reader.kind == "pointwise" and not f"{op.module}.".startswith(f"{reader.module}.")
+    if activations:
+        file.layers += [
+            "# The outputs of layers in parts are views, which PyTorch lets nobody write over.",
+            "for module in model.modules():",
+            '    if getattr(module, "inplace", False):',
+            "        module.inplace = False",
+        ]
+    if written:
+        file.layers.append("# A model may write into these: x[mask] = 0.")
+        hook = "lambda module, inputs, output: output.clone()"
+        file.layers += file.each(list(written), f"model.get_submodule(name).register_forward_hook({hook})")
 
 
 def _patterns(styles: Mapping[str, str], graph: OperatorGraph, whole: set[str]) -> dict[str, str]:

@@ -53,6 +53,9 @@ def _head(file: File) -> str:
     if plan.pipeline > 1:
         use[1] = f"parts, schedule = apply_plan({where}, loss)  # the optimizer takes parts.parameters()"
         step = "schedule.step(*first(share(inputs)), **last(share(target), losses))  # losses: a list"
+    elif file.own_loss:
+        use.append("own = {name: share(x) for name, x in batch.items()}")
+        step = 'model(**own)["loss"].backward()' if strategy.microbatches == 1 else "forward_backward(model, own)"
     elif strategy.microbatches > 1:
         step = "forward_backward(model, loss, (share(inputs),), share(target))"
     if file.device == "cuda":
@@ -96,8 +99,16 @@ def _parts(file: File) -> None:
     stages = "".join(f"    {names_text(names)},\n" for names in file.plan.modules)
     file.constants += [f"STAGES = [\n{stages}]", f"HELD = {literal(file.plan.held)}  # stages of each rank"]
     file.functions += [
-        'class HandOn(nn.Module):\n    """In the place of a module of another stage."""\n\n'
-        "    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:\n        return x",
+        'class HandOn(nn.Module):\n    """In the place of a module of another stage, with its attributes."""\n\n'
+        "    def __init__(self, module: nn.Module) -> None:\n        super().__init__()\n"
+        "        self.__dict__ = vars(module) | vars(self)\n\n"
+        "    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:\n"
+        "        return next(iter((*args, *named.values())))",
+        "def returns_tensor(module: nn.Module, inputs: object, output: object) -> None:\n"
+        '    """What a module returns is all that the next one gets, wherever it is."""\n'
+        "    if not isinstance(output, Tensor):\n"
+        "        name, kind = type(module).__name__, type(output).__name__\n"
+        '        raise TypeError(f"{name} returns a {kind}; in a pipeline make it return one tensor")',
         "def plain(module: nn.Module) -> bool:\n"
         '    """Whether it is a module of PyTorch without weights or parts."""\n'
         '    own = type(module).__module__.startswith("torch.nn.")\n'
@@ -109,12 +120,14 @@ def _parts(file: File) -> None:
         "    stage_of = {name: k for k, names in enumerate(STAGES) for name in names}\n"
         "    kept = [model.get_submodule(name) for name in STAGES[stage]]\n"
         "    gone = [model.get_submodule(name) for name, k in stage_of.items() if k != stage]\n"
+        "    for module in kept[:-1] if stage == len(STAGES) - 1 else kept:\n"
+        "        module.register_forward_hook(returns_tensor)\n"
         "    at, inside = 0, tuple(f\"{name}.\" for name in stage_of)\n"
         "    for name, module in model.named_modules():\n"
         "        at = stage_of.get(name, at)\n"
         "        if name not in stage_of and not name.startswith(inside) and plain(module):\n"
         "            (kept if at == stage else gone).append(module)\n"
-        "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn() for m in gone})",
+        "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn(m) for m in gone})",
     ]
     if file.plan.tensor > 1 or file.plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(
@@ -159,8 +172,17 @@ def _pipeline(file: File) -> str:
 def _microbatches(file: File) -> None:
     """``forward_backward``."""
     count = file.strategy.microbatches
-    file.needs("collections.abc", "Callable")
-    body = [f"value = loss(model(*own), wanted) / {count}", "value.backward()"]
+    if file.own_loss:
+        takes = "model: nn.Module, batch: dict[str, Tensor]"
+        each = f"batches = ({{name: x.chunk({count})[k] for name, x in batch.items()}} for k in range({count}))"
+        loop, value = "for k, own in enumerate(batches):", 'model(**own)["loss"]'
+    else:
+        file.needs("collections.abc", "Callable")
+        takes = "model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor"
+        each = f"samples = zip(*(x.chunk({count}) for x in inputs))"
+        loop = f"for k, (own, wanted) in enumerate(zip(samples, target.chunk({count}))):"
+        value = "loss(model(*own), wanted)"
+    body = [f"value = {value} / {count}", "value.backward()"]
     if file.plan.states <= States.OPTIMIZER and file.plan.data > 1:
         if file.wrapped:
             file.needs("contextlib", "nullcontext")
@@ -168,15 +190,11 @@ def _microbatches(file: File) -> None:
         else:
             body = [f"model.set_requires_gradient_sync(k == {count - 1})", *body]
         body.insert(0, "# Gradients are exchanged once, after the last microbatch.")
-    file.functions.append(
-        "def forward_backward(\n"
-        "    model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], target: Tensor\n"
-        ") -> Tensor:\n"
-        f'    """Forward and backward pass of this rank\'s samples in {count} microbatches; their mean loss."""\n'
-        "    total = target.new_zeros((), dtype=torch.float64)\n"
-        f"    samples = zip(*(x.chunk({count}) for x in inputs))\n"
-        f"    for k, (own, wanted) in enumerate(zip(samples, target.chunk({count}))):\n"
-        + indent("\n".join([*body, "total += value.detach()"]), "        ")
-        + "\n    return total"
-    )
     file.needs("", "torch")
+    file.functions.append(
+        f"def forward_backward(\n    {takes}\n) -> Tensor:\n"
+        f'    """Forward and backward pass of this rank\'s samples in {count} microbatches; their mean loss."""\n'
+        f"    losses = []\n    {each}\n    {loop}\n"
+        + indent("\n".join([*body, "losses.append(value.detach())"]), "        ")
+        + "\n    return torch.stack(losses).sum()"
+    )

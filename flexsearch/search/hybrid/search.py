@@ -138,7 +138,8 @@ class LayoutSearch:
                 if self.native:
                     raise StrategyError(
                         f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}",
-                        "Search without --space native; `flexsearch export` then says what they cannot express.",
+                        "Search with --space native, whose plans have one stage. Of a plan of --space layouts, "
+                        "`flexsearch export` says what they cannot express.",
                     )
                 raise StrategyError(
                     f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits "
