@@ -28,9 +28,9 @@ from flexsearch.packed import packed
 
 TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, SENDS, PARTS, STRIDED, OWN = (np.uint8(1 << k) for k in range(8))
 """Bits of ``Landings.role``: the device sends or receives in the first phase; in the second; it receives in any; what
-it gets is exactly what it has, so that nothing is done there; it sends in the first phase; in that it sends parts of
-what it has, of which another stays; one of them does not lie in one run of memory; a part of its own is as large as
-what the first phase makes there."""
+it gets is exactly what it has, so that nothing is done there; it sends in the first phase. Of gradients of weights
+besides: in that it sends parts of what it has, of which another stays; one of them does not lie in one run of memory; a
+part of its own is as large as what the first phase makes there."""
 
 
 @packed
@@ -76,11 +76,12 @@ def note_used(workspace: Workspace, first: Any, used: U8) -> None:
 
 @lean
 def append_landing(
-    workspace: Workspace, source: Side, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap,
-    landings: Landings, number: Any, size: U64,
+    workspace: Workspace, source: Side, destination: Side, synchronises: Any, itemsize: Any, sums: Sums,
+    blocks: BlockMap, landings: Landings, number: Any, size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, of ``source`` entries, leaves on the devices of the
-    first block. ``size``: (2,) rows, and entries, so far, which grow. False, and nothing added, if there is no room."""
+    """Add what the reshard in the workspace, ``number``, leaves on the devices of the first block. Whether it cuts what
+    is there is of interest if it ``synchronises`` gradients. ``size``: (2,) rows, and entries of sources, so far, which
+    grow. False, and nothing added, if there is no room."""
     entries = source.size[0]
     if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
         return False
@@ -102,10 +103,10 @@ def append_landing(
             sums.role[device] |= ALIASED
         else:
             sums.copy[device] += destination.volume[k]
-    if result[PHASES] == ONE:
-        _cut(workspace, source, destination, arriving, result[MOVE_FIRST], result[MOVE_LAST], sums.role)
-    else:
-        _cut(workspace, source, workspace.middle, arriving, result[MOVE_FIRST], result[MOVE_MIDDLE], sums.role)
+    if synchronises:
+        two = result[PHASES] != ONE
+        last = result[MOVE_MIDDLE] if two else result[MOVE_LAST]
+        _cut(workspace, source, workspace.middle if two else destination, arriving, result[MOVE_FIRST], last, sums.role)
     if blocks.replicas[0] > ONE:
         _check_alike(sums, blocks)
     _write(itemsize, sums, blocks.devices[0], landings, number, size)
