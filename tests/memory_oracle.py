@@ -24,15 +24,15 @@ _OF_ACTIVATIONS = ("forward", "recompute", "backward")
 
 class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
-    if that is later (0: it is not). ``cut``: the task behind which, before the next one, a part is cut out, which is
-    the begin or the end (-1: none). ``joined``: the task right before which it is put together; ``used_up``: the one
-    right before which something is put together from it (-1: none)."""
+    if that is later (0: it is not), or from then on, if it is ``added`` there. ``cut``: the task behind which, before
+    the next one, a part is cut out, which is the begin or the end (-1: none). ``joined``: the task right before which
+    it is put together; ``used_up``: the one right before which something is put together from it (-1: none)."""
 
-    __slots__ = ("block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
+    __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
-        self.block, self.cut, self.joined, self.used_up = 0, -1, -1, -1
+        self.block, self.added, self.cut, self.joined, self.used_up = 0, False, -1, -1, -1
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -293,7 +293,10 @@ class _Walk:
                 for e in lowered.edges_of[name]:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
-                            span.until(late[device])
+                            if op.half == "inputs":  # an operand's gradient is the same memory from there on
+                                span.used_up = max(span.used_up, now[device])
+                            else:
+                                span.until(late[device])
                             of_output[device] = home[name, device]
             for p, name in enumerate(op.inputs):
                 if graph.flows[i][p] == Flow.VALUE:
@@ -360,8 +363,59 @@ class _Walk:
                         span.until(self._update(device))
                     elif (w, device) not in self.sending:
                         span.cut = span.last
+                    elif message := self._message(w, sync, device, span.nbytes, tensor.itemsize):
+                        sent = self.crossing["synchronise", w, 0, device]
+                        self._new(device, message, "buffers", min(sent)).until(max(sent))
             for device, span in self._arrive("synchronise", w, sync, tensor, "gradients", born, hold=False).items():
                 span.until(self._update(device))
+
+    def _message(self, w: int, sync: Reshard, device: int, made: int, itemsize: int) -> int:
+        """Bytes of messages into which a device copies parts of a gradient, as another part of it stays, and they lie
+        apart or go with other weights'. Less the part that stays, if that is cut out behind other weights' parts."""
+        phase, blocks = sync.phases[0], self.lowered.rows.blocks
+        own = {x.source for x in phase.local if x.box != phase.source[x.source].box}
+        sent = [x for exchange in phase.exchanges for x in exchange.moves if x.source in own]
+        sent = [x for x in sent if phase.source[x.source].device == device]
+        apart = any(x.box[1:] != phase.source[x.source].box[1:] for x in sent)
+        bucket = blocks.bucket[w]
+        members = blocks.member[blocks.member_first[bucket] : blocks.member_last[bucket]].tolist()
+        stays = self._kept(sync, device, itemsize)
+        if not sent or not (apart or len(members) > 1) or made <= stays:
+            return 0
+        nbytes = [self.graph.tensor[self.lowered.weights[k].tensor].nbytes for k in members]
+        most = [n - sum(nbytes[:k]) for k, n in enumerate(nbytes)]
+        return made - stays - (0 if members[most.index(max(most))] == w else stays)
+
+    def _kept(self, sync: Reshard, device: int, itemsize: int) -> int:
+        """Bytes of the part of a gradient that a device keeps of what its own pieces make."""
+        phase = sync.phases[0]
+        whole = _sizes(phase.destination, itemsize).get(device, 0)
+        return whole if len(sync.phases) > 1 else whole - self._arriving(sync, device) * itemsize
+
+    def _arriving(self, sync: Reshard, device: int) -> int:
+        """Elements that a device puts together in one phase with less of its own than they make, or 0."""
+        phase = sync.phases[0]
+        boxes = {box for d, box, _ in phase.destination if d == device}
+        own = any(x.box in boxes and phase.source[x.source].device == device for x in phase.local)
+        most = sum(map(volume, boxes))
+        return 0 if own or len(sync.phases) > 1 else min(most, sync.staged[0].get(device, 0))
+
+    def _until_added(self, key: int, span: Span, begins: bool = False) -> None:
+        """Let a span live until what synchronises a weight is added, or begin then."""
+        if self.lowered.weights[key].plan.states > States.WHOLE:
+            span.block = self._next_but_one(min(self._crossing_of(key)))
+            rows = self.lowered.tasks.identity
+            if begins and rows[span.first].block < span.block:
+                span.added, span.first = True, next(t for t, row in enumerate(rows) if row.block >= span.block)
+        elif begins:
+            span.first = self._update(span.device)
+        else:
+            span.until(self._update(span.device))
+
+    def _crossing_of(self, key: int) -> list[int]:
+        """The communications of the first phase of a weight's synchronisation."""
+        rows = [sent for (p, k, phase, _), sent in self.crossing.items() if (p, k, phase) == ("synchronise", key, 0)]
+        return [t for sent in rows for t in sent]
 
     def _update(self, device: int) -> int:
         return self.task.get((TaskKind.UPDATE, -1, device), self.end)
@@ -390,6 +444,8 @@ class _Walk:
                 if purpose == "synchronise" and (purpose, key, 0, device) not in self.crossing and device in born:
                     middle.cut, middle.first = first, first + 1
                 middle.until(max(self.crossing.get((purpose, key, 1, device), (first,))))
+                if purpose == "synchronise" and (purpose, key, 1, device) in self.crossing:
+                    self._until_added(key, middle)
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
             if device in plan.aliased or (only is not None and device not in only):
                 continue
@@ -403,6 +459,8 @@ class _Walk:
             if purpose == "synchronise" and not sends and device in born:
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
+            if purpose == "synchronise":
+                self._put_together(key, plan, device, result[device], tensor.itemsize)
             if hold:
                 (self.held_again if again else self.held)[key, device] = result[device]
         joined = self._receive(purpose, key, plan, tensor.itemsize)
@@ -410,6 +468,20 @@ class _Walk:
             if device in result and task > result[device].first:
                 result[device].joined, result[device].first = task, task
         return result
+
+    def _put_together(self, key: int, plan: Reshard, device: int, result: Span, itemsize: int) -> None:
+        """Begin a gradient as it is stored where it is added, if it is put together there: behind two phases, or of
+        several parts. The device's own part is there until then."""
+        arriving = self._arriving(plan, device) * itemsize
+        if ("synchronise", key, 1, device) in self.crossing:
+            self._until_added(key, result, True)
+        elif arriving:
+            if result.nbytes > arriving:
+                own = self._new(device, result.nbytes - arriving, "gradients", result.first)
+                own.cut = result.cut
+                self._until_added(key, own)
+            result.cut = -1
+            self._until_added(key, result, True)
 
     def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> dict[int, int]:
         """Receive buffers. Returns by device the task before which what they bring is put together."""
@@ -419,11 +491,11 @@ class _Walk:
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
-                    if purpose == "synchronise" and self.lowered.weights[key].plan.states > States.WHOLE:
+                    if purpose == "synchronise" and not x and (again := self.crossing.get((purpose, key, 1, device))):
+                        buffer.until(max(again))
+                    elif purpose == "synchronise" and self.lowered.weights[key].plan.states > States.WHOLE:
                         # A second phase may end before the block that the first one's gradients are added at.
-                        begin = min(t for (p, k, phase, _), sent in self.crossing.items() for t in sent
-                                    if (p, k, phase) == (purpose, key, 0))  # fmt: skip
-                        buffer.block = self._next_but_one(begin)
+                        self._until_added(key, buffer)
                         buffer.until(tasks[-1])
                     else:
                         used = max(self._unpacked(purpose, key, device, t) for t in tasks)

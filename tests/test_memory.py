@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.weight_gradients import able, with_weight_gradients
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.rows import Schedule
@@ -60,7 +61,7 @@ def viewed() -> OperatorGraph:
 
 GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
     "mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "normed": normed, "tied": tied,
-    "viewed": viewed,
+    "viewed": viewed, "divided": lambda: with_weight_gradients(mlp(), able(mlp())),
 }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
 def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple[int, int]:
     """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
-    first, last = moments[span.first], max(moments[span.last], 2 * span.block)
+    first, last = 2 * span.block if span.added else moments[span.first], max(moments[span.last], 2 * span.block)
     first = put_together(lowered, span.joined) if span.joined >= 0 else first
     last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
     if span.cut < 0:

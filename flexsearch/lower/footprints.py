@@ -26,9 +26,11 @@ from flexsearch.lower.workspace import (
 )
 from flexsearch.packed import packed
 
-TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, SENDS = (np.uint8(1 << k) for k in range(5))
+TAKES_PART, TAKES_PART_AGAIN, RECEIVES, ALIASED, SENDS, PARTS, STRIDED, OWN = (np.uint8(1 << k) for k in range(8))
 """Bits of ``Landings.role``: the device sends or receives in the first phase; in the second; it receives in any; what
-it gets is exactly what it has, so that nothing is done there; it sends in the first phase."""
+it gets is exactly what it has, so that nothing is done there; it sends in the first phase. Of gradients of weights
+besides: in that it sends parts of what it has, of which another stays; one of them does not lie in one run of memory; a
+part of its own is as large as what the first phase makes there."""
 
 
 @packed
@@ -74,11 +76,13 @@ def note_used(workspace: Workspace, first: Any, used: U8) -> None:
 
 @lean
 def append_landing(
-    workspace: Workspace, entries: Any, destination: Side, itemsize: Any, sums: Sums, blocks: BlockMap,
-    landings: Landings, number: Any, size: U64,
+    workspace: Workspace, source: Side, destination: Side, synchronises: Any, itemsize: Any, sums: Sums,
+    blocks: BlockMap, landings: Landings, number: Any, size: U64,
 ) -> Any:  # fmt: skip
-    """Add what the reshard in the workspace, ``number``, of so many source ``entries``, leaves on the devices of the
-    first block. ``size``: (2,) rows, and entries, so far, which grow. False, and nothing added, if there is no room."""
+    """Add what the reshard in the workspace, ``number``, leaves on the devices of the first block. Whether it cuts what
+    is there is of interest if it ``synchronises`` gradients. ``size``: (2,) rows, and entries of sources, so far, which
+    grow. False, and nothing added, if there is no room."""
+    entries = source.size[0]
     if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
         return False
     if size[1] + entries > np.uint64(landings.used.shape[0]):
@@ -99,6 +103,10 @@ def append_landing(
             sums.role[device] |= ALIASED
         else:
             sums.copy[device] += destination.volume[k]
+    if synchronises:
+        two = result[PHASES] != ONE
+        last = result[MOVE_MIDDLE] if two else result[MOVE_LAST]
+        _cut(workspace, source, workspace.middle if two else destination, arriving, result[MOVE_FIRST], last, sums.role)
     if blocks.replicas[0] > ONE:
         _check_alike(sums, blocks)
     _write(itemsize, sums, blocks.devices[0], landings, number, size)
@@ -140,6 +148,30 @@ def _stage(workspace: Workspace, to: Side, arriving: I64, first: Any, last: Any,
             entry = np.uint64(moves.destination[m])
             if arriving[entry] > 1 or moves.volume[m] != to.volume[entry]:
                 staged[np.uint64(to.device[entry])] += moves.volume[m]
+
+
+@lean
+def _cut(workspace: Workspace, source: Side, to: Side, stays: I64, first: Any, last: Any, role: U8) -> None:
+    """Note where moves of a phase to the layout ``to`` leave parts of source entries, and send others. A part lies in
+    one run of memory if all dimensions but the first are whole."""
+    moves = workspace.moves
+    for every in range(source.size[0]):
+        stays[every] = 0
+    for m in range(first, last):
+        k = np.uint64(moves.source[m])
+        if moves.exchange[m] == NONE and moves.volume[m] < source.volume[k]:
+            stays[k] = 1
+        if moves.exchange[m] == NONE and moves.volume[m] == to.volume[np.uint64(moves.destination[m])]:
+            role[np.uint64(source.device[k])] |= OWN
+    for m in range(first, last):
+        k, e = np.uint64(moves.source[m]), np.uint64(moves.destination[m])
+        if moves.exchange[m] == NONE or stays[k] == 0:
+            continue
+        bits = PARTS
+        for r in range(1, np.uint64(source.box.shape[1])):
+            if to.box[e, r, 0] > source.box[k, r, 0] or to.box[e, r, 1] < source.box[k, r, 1]:
+                bits = PARTS | STRIDED
+        role[np.uint64(source.device[k])] |= bits
 
 
 @lean

@@ -9,12 +9,24 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART, TAKES_PART_AGAIN
+from flexsearch.lower.footprints import (
+    ALIASED,
+    OWN,
+    PARTS,
+    RECEIVES,
+    SENDS,
+    STRIDED,
+    TAKES_PART,
+    TAKES_PART_AGAIN,
+    Landings,
+)
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
+    ALONE,
     BUFFERS,
     COPIES,
+    CUT_LATER,
     GATHERED,
     GRADIENTS,
     IN_BOTH_HALVES,
@@ -63,7 +75,7 @@ def distribute(
                 prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
         copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
         part = COPIES if gathered else ACTIVATIONS
-        holder = land(sources, spans, row, copies, now, sent, sent, used, part, False)
+        holder = land(sources, spans, row, copies, now, sent, used, part)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -196,33 +208,75 @@ def put_together(units: Units, sent: Any, used: Any) -> Any:
 
 @lean
 def land(
-    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, sent_again: Any, used: Any, part: Any,
-    carried: Any,
+    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, used: Any, part: Any
 ) -> Any:  # fmt: skip
-    """What a reshard leaves on a device: if it ``copies``, the copy (its handle is returned; 0: none), the layout in
-    between, receive buffers. ``born``: since when the device can cut its copy from what it has, and does so of
-    a weight's gradient if it sends nothing of that; ``sent``, ``sent_again``: moments of the phases; ``used``: when a
-    computation waits for it. Activations and their gradients are put together from buffers right before that.
-    ``carried``: that is in the next microbatch."""
+    """What a reshard of an activation, its gradient or a weight leaves on a device: if it ``copies``, the copy (its
+    handle is returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
+    copy from what it has; ``sent``: the moment of both phases; ``used``: when a computation waits for it. Activations
+    and their gradients are put together from buffers right before that."""
     landings = sources.landings
     d, role = np.uint64(landings.device[row]), landings.role[row]
-    begin = sent if role & (SENDS if part == GRADIENTS else TAKES_PART) else born
+    begin = sent if role & TAKES_PART else born
     apart = part == ACTIVATIONS or (part == COPIES and sources.units.several[1] == 0)
     joined = put_together(sources.units, sent, used) if apart else used
     if landings.middle[row] > 0:
-        middle = sent if role & TAKES_PART else born
-        add(spans, d, landings.middle[row], BUFFERS, middle, sent_again if role & TAKES_PART_AGAIN else middle)
-    if landings.staged[row] > 0:
-        carry(spans, add(spans, d, landings.staged[row], BUFFERS, sent, joined), used, carried)
-    if landings.staged_again[row] > 0:
-        carry(spans, add(spans, d, landings.staged_again[row], BUFFERS, sent_again, joined), used, carried)
+        add(spans, d, landings.middle[row], BUFFERS, begin, sent if role & TAKES_PART_AGAIN else begin)
+    for staged in (landings.staged[row], landings.staged_again[row]):
+        if staged > 0:
+            add(spans, d, staged, BUFFERS, sent, joined)
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
-            begin = sent_again
+            begin = sent
         if apart and landings.staged[row] + landings.staged_again[row] > 0:
             begin = joined
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
+
+
+@lean
+def land_gradient(
+    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, again: Any, used: Any, carried: Any
+) -> Any:
+    """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
+    none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
+    cuts out what stays, unless it sends the rest; ``sent``, ``again``: moments of the phases; ``used``: when what they
+    bring is added, in the next microbatch if it is ``carried``. The layout in between is put together before the second
+    phase, from which on it is kept, and the gradient when it is used, but where a part of the device's own is as large:
+    what arrives is added to that."""
+    d, role = np.uint64(landings.device[row]), landings.role[row]
+    twice, copy, staged = role & TAKES_PART_AGAIN != 0, landings.copy[row], landings.staged[row]
+    begin = sent if role & SENDS else born
+    if landings.middle[row] > 0:
+        middle = sent if role & TAKES_PART else born
+        kept = add(spans, d, landings.middle[row], BUFFERS, middle, max(used, again) if twice else middle)
+        carry(spans, kept, used, twice and carried)
+    if staged > 0:
+        carry(spans, add(spans, d, staged, BUFFERS, sent, again if twice else used), used, carried and not twice)
+    if landings.staged_again[row] > 0:
+        carry(spans, add(spans, d, landings.staged_again[row], BUFFERS, again, used), used, carried)
+    if copy == 0:
+        return ZERO
+    if twice:
+        begin = again if carried else max(used, again)
+    elif staged > 0 and role & OWN == 0 and not carried:
+        if copy > staged:
+            add(spans, d, copy - staged, GRADIENTS, begin, used)
+        begin = used
+    return add(spans, d, copy, GRADIENTS, begin, begin)
+
+
+@lean
+def message_bytes(landings: Landings, row: Any, made: Any, shared: Any) -> Any:
+    """What the messages take into which a device copies parts of a gradient of so many bytes (``made``) of which
+    another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
+    that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
+    (``shared``, as in ``Units``) they take memory that the messages count."""
+    role, stays = landings.role[row], landings.middle[row]
+    if stays == 0:
+        stays = landings.copy[row] if role & OWN else max(np.int64(0), landings.copy[row] - landings.staged[row])
+    if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or made <= stays:
+        return np.int64(0)
+    return made - stays - (stays if shared == CUT_LATER else np.int64(0))
 
 
 @lean

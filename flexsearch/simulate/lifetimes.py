@@ -25,7 +25,7 @@ last moment, both included. These are the spans:
   region needs in the backward pass. What a region reads from outside lives until the region reads it again, and to the
   backwards that use it. A weight that is **gathered again** lives from each gather to the last use before the next.
 - The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
-  that of the second phase.
+  that of the second phase; of gradients of weights, which a device keeps its part of, until they are added.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
   first computation that waits for it. Activations and their gradients are put together at the moment before, if every
   microbatch runs the block there (``Units.ready``): there the buffer and what else they are made of end, and the copy
@@ -36,17 +36,21 @@ last moment, both included. These are the spans:
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
   device, else where it is put together: there is one sum. What is added to it needs no copy of that size where the
   sum has memory of its own, as it was received, or is larger than what a reader made of it. An operator whose output
-  is its input's memory, all of it once, hands its gradient on as it is.
+  is its input's memory, all of it once, hands its gradient on as it is, and so does one whose weights' gradients
+  another makes, to that.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update. Where a part stays and nothing is sent, the part is cut out behind the
-  backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same memory,
-  until the update. Of weights that are kept in parts, what a communication brings lives until it is added, where a
-  later bucket is sent (``lower.schedule``); with several microbatches to the sum, which is there from the first one on.
-  What the last bucket of a stage brings is added where the next microbatch sends its first one, or by the update; the
-  part that stays lives as long, beside the sum, and where there is one stage, so that ranks send little else, the
-  message that is under way.
+  stored: from that communication to the update, or from where it is added, if it is put together there: behind two
+  phases, or of parts of which the device's own is not as large (that part is there until then). Where a part stays and
+  nothing is sent, the part is cut out behind the backward, or with the synchronisation if gradients are summed over the
+  microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
+  communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
+  with several microbatches to the sum, which is there from the first one on. What the last bucket of a stage brings is
+  added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
+  sum, and where there is one stage, so that ranks send little else, the message that is under way.
+- The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
+  of a bucket with several weights, or of a part that does not lie in one run of memory (``copies.message_bytes``).
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -82,7 +86,9 @@ from flexsearch.simulate.copies import (
     hand_on,
     is_late,
     land,
+    land_gradient,
     last_use,
+    message_bytes,
     note_gradient,
     put_together,
 )
@@ -316,12 +322,14 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
     if sources.units.backward[producer] == 1:
         used = TWO * np.uint64(sources.units.backward_block[producer])
         until = TWO * np.uint64(sources.units.weight_block[producer])
+        if sources.units.hands_on[producer] == 1:  # it is that of an operand, too
+            until = np.uint64(sources.units.ready[used // TWO])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         if role & TAKES_PART:
             prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        holder = land(sources, spans, row, True, now, sent, sent, used, ACTIVATIONS, False)
+        holder = land(sources, spans, row, True, now, sent, used, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])
@@ -381,14 +389,14 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 added = np.uint64(units.each_added[w] if each else units.added_block[w])
                 summed = not each and sent != units.each_block[w]
                 alone = sharding > ZERO and units.several[0] == 0
-                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, spans)
+                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, units.shared[w], spans)
     if trained:
         _synchronise(sources, w, template, sharding, spans)
 
 
 @lean
 def _send_gradients(
-    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, spans: Spans
+    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, shared: Any, spans: Spans
 ) -> None:  # fmt: skip
     """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
     of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches. If what
@@ -405,10 +413,11 @@ def _send_gradients(
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
                 prolong(spans, handle, update)
-            elif role & SENDS and alone and used < sent:
-                message = spans.nbytes[handle - ONE] - landings.copy[row]
-                if message > 0:
-                    carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, True)
+            elif role & SENDS:
+                made, carried = spans.nbytes[handle - ONE], alone and used < sent
+                message = made - landings.copy[row] if carried else message_bytes(landings, row, made, shared)
+                if message != 0 and (message > 0 or not carried):
+                    carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, carried)
 
 
 @lean
@@ -427,7 +436,7 @@ def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: 
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = sent
-        prolong(spans, land(sources, spans, row, True, born, sent, again, used, GRADIENTS, carried), update)
+        prolong(spans, land_gradient(landings, spans, row, born, sent, again, used, carried), update)
         if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
             kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
             carry(spans, kept, used, True)

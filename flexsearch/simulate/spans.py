@@ -22,6 +22,9 @@ GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
 NOT_KEPT, IN_FIRST_HALF, IN_BOTH_HALVES = (np.uint8(k) for k in range(3))
 """Whether autograd keeps a weight for a backward pass, and for which halves of one that is split."""
+ALONE, CUT_FIRST, CUT_LATER = (np.uint8(k) for k in range(3))
+"""Of a weight in ``Units.shared``: no other is synchronised with it; or others are, and the part of its gradient that
+stays on a device is cut out while most of theirs is there, or after some of theirs have gone."""
 OUTPUT, WEIGHT, AT_HAND = range(3)
 """What the first tensor of a unit is: made by an operator, a weight, or at hand."""
 
@@ -34,15 +37,16 @@ class Units(NamedTuple):
     By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers ascending.
     By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
-    a view (``is_view``); bytes saved besides for each element (``extra``), and half elements (``halves``). By weight:
-    ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
-    ``sync_block`` and ``second_block``, where the phases of its synchronisation are issued, and ``added_block``, before
-    which what it brings is added if it is kept in parts; ``each_block``, ``each_second`` and ``each_added``, those of
-    one for every microbatch (the same where there is no other), the last of the next microbatch where it comes before
-    the first. By tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an
-    image (``at_hand_image``, by tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the
-    first microbatch of the batch to the last one (0: it does not run over samples), ``at_hand_bytes``, the most with
-    copies, the ``part`` of memory that it belongs to.
+    a view (``is_view``), and the gradient of that one of an operand, too (``hands_on``); bytes saved besides for each
+    element (``extra``), and half elements (``halves``). By weight: ``weight_itemsize``; ``state_bytes``, that the
+    optimizer keeps for each element; ``sync_block`` and ``second_block``, where the phases of its synchronisation are
+    issued, and ``added_block``, before which what it brings is added if it is kept in parts; ``each_block``,
+    ``each_second`` and ``each_added``, those of one for every microbatch (the same where there is no other), the last
+    of the next microbatch where it comes before the first; ``shared``: whether others are in its bucket (ALONE,
+    CUT_FIRST, CUT_LATER). By tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, whether a device
+    reads it as an image (``at_hand_image``, by tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``,
+    rows from the first microbatch of the batch to the last one (0: it does not run over samples), ``at_hand_bytes``,
+    the most with copies, the ``part`` of memory that it belongs to.
     ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
     ``result_block``: (1,), where the loss is sent. By operator:
     ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
@@ -74,6 +78,7 @@ class Units(NamedTuple):
     only_gradient: U32
     output_gradient: U32
     is_view: U8
+    hands_on: U8
     extra: I64
     halves: I64
     weight_itemsize: I64
@@ -83,6 +88,7 @@ class Units(NamedTuple):
     each_block: U32
     each_second: U32
     each_added: U32
+    shared: U8
     reader_first: U32
     reader_last: U32
     reader: U32

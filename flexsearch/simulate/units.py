@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,10 @@ from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, WEIGHT
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
+    ALONE,
     AT_HAND,
+    CUT_FIRST,
+    CUT_LATER,
     IN_BOTH_HALVES,
     IN_FIRST_HALF,
     NOT_KEPT,
@@ -53,7 +57,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
         units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
     )
     devices, blocks = len(topology.devices), len(schedule.kind)
-    kinds = (0, 1, 3)[int(schedule.microbatches[0])] if schedule.microbatches[0] < 3 else 4
+    kinds = {1: 1, 2: 3}.get(int(schedule.microbatches[0]), 4)  # microbatches whose cells differ (``which_cells``)
     chunk_of, chunk_first = _chunks(schedule, blocks)
     capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
@@ -147,10 +151,12 @@ def make_units(
         backward=_flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
         only_gradient=np.array([NOTHING if (p := alone.get(pair)) is None else slot[p] for pair in pairs], np.uint32),
         output_gradient=_of_outputs(graph, slot, alone),
-        is_view=_flags(r.alias for r in rules), extra=_sizes(r.extra for r in rules),
+        is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
+        extra=_sizes(r.extra for r in rules),
         halves=_sizes(r.halves for r in rules), weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
         sync_block=once[0], second_block=once[1], added_block=once[2],
         each_block=each[0], each_second=each[1], each_added=each[2],
+        shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
@@ -258,6 +264,19 @@ def _ready(kind: npt.NDArray[Any], microbatches: int) -> Numbers:
     return (2 * np.arange(len(kind)) - follows).astype(np.uint32)
 
 
+def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """``Units.shared``. ``nbytes``: of each weight. Most is there where a weight's part is cut out that is larger than
+    the gradients before it together, which have gone."""
+    shared = np.full(len(nbytes), ALONE, np.uint8)
+    for first, last in zip(table.member_first, table.member_last, strict=True):
+        members = table.member[first:last].tolist()
+        if len(members) > 1:
+            before = accumulate((nbytes[w] for w in members), initial=0)
+            most = max(zip(members, before, strict=False), key=lambda row: nbytes[row[0]] - row[1])[0]
+            shared[members] = [CUT_FIRST if w == most else CUT_LATER for w in members]
+    return shared
+
+
 _LAST: list[tuple[OperatorGraph, tuple[Saved, ...]]] = []
 
 
@@ -333,8 +352,8 @@ def _of_outputs(
 
 def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Program, devices: int) -> Spans:
     """Room for the spans of the largest unit: on each device, for each slot four of a reshard, four of its gradient's,
-    and that gradient itself; for each activation its own and what is saved besides; a weight, its state, and four of
-    its synchronisation. What is computed or gathered again has spans of its own."""
+    that gradient itself and its message; for each activation its own and what is saved besides; a weight, its state,
+    and five of its synchronisation. What is computed or gathered again has spans of its own."""
     slots = np.zeros(len(units.root), np.int64)
     for u, (root, tensor) in enumerate(zip(units.root, units.tensor, strict=True)):
         if root == WEIGHT:
@@ -345,7 +364,7 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
             slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
             slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
     passes = 1 if np.all(units.recompute_block == NOTHING) and np.all(units.regather_block == NOTHING) else 2
-    room = int(max(1, (9 * slots + 6).max(initial=1))) * devices * passes
+    room = int(max(1, (10 * slots + 7).max(initial=1))) * devices * passes
     most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
     rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1
 
