@@ -46,7 +46,7 @@ last moment, both included. These are the spans:
   nothing is sent, the part is cut out behind the backward, or with the synchronisation if gradients are summed over the
   microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
   communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
-  with several microbatches to the sum, which is there from the first one on. What the last bucket of a stage brings is
+  with several microbatches to the sum, which is there from the first one on. What the last buckets of a stage bring is
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
   sum, and where there is one stage, so that ranks send little else, the message that is under way.
 - The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
