@@ -37,10 +37,11 @@ from flexsearch.topology import Topology
 class Climb:
     """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best of the search's starts, or the
-    plan that it starts from; temperatures are relative to that, and improvements are what is better. ``configs``: the start; None: random. ``optimal``: the start is known to be a local optimum.
-    ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first,
-    and no descent over single operators follows. ``replicas``: into how many equal blocks plans are folded, if the
-    start can be. ``samples``: chains draw from configs that split samples at most."""
+    plan that it starts from; temperatures are relative to that, and improvements are what is better. ``configs``: the
+    start; None: random. ``optimal``: the start is known to be a local optimum. ``patience``: how slowly the chain
+    cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first, and no descent over single operators
+    follows. ``replicas``: into how many equal blocks plans are folded, if the start can be. ``samples``: chains draw
+    from configs that split samples at most."""
 
     index: int
     stream: int
