@@ -4,8 +4,8 @@ A connection has one lock. Gloo's thread that watches connections, which finds t
 asks again at once; where it has driven out the other from their core, it does so until its share of it is used up, up
 to 16 ms later (Linux 6.18). So nothing should be received over a connection that much is sent on. Small messages were
 measured to be better off with one for both directions (perhaps as its data acknowledges what has come), and so were
-ranks that share cores. Between hosts a connection is slower when another one has just used the cable: with BBR, a
-2 MiB message over 1 Gbit/s took 25 to 28 ms instead of 18.
+ranks that share cores. Between hosts it costs time, for a reason not found: over 1 Gbit/s the first 2 MiB
+message of a step took 25 to 30 ms instead of 18.
 """
 
 from __future__ import annotations

@@ -65,9 +65,10 @@ class ClimbSchedule:
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
         """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on, as soon as
         one has ``ended``, every second one starts from the best plan. Where plans can be folded, they are in turns."""
+        kept = ended
         if self.proposals is not None:
             ended = ended[: max(0, index - WINDOW + 1)]
-        kept = self.within(ended)[0] if self.proposals is not None else ended
+            kept = self.within(ended)[0]
         best, place = self._best_of(kept), index - self._turns
         patience = 1 + place // SLOWER
         count = LENGTH * patience * self.patience

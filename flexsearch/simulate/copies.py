@@ -266,17 +266,17 @@ def land_gradient(
 
 
 @lean
-def message_bytes(landings: Landings, row: Any, made: Any, shared: Any) -> Any:
-    """What the messages take into which a device copies parts of a gradient of so many bytes (``made``) of which
+def message_bytes(landings: Landings, row: Any, gradient: Any, shared: Any) -> Any:
+    """What the messages take into which a device copies parts of a gradient of so many bytes (``gradient``) of which
     another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
     that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
     (``shared``, as in ``Units``) they take memory that the messages count."""
     role, stays = landings.role[row], landings.middle[row]
     if stays == 0:
         stays = landings.copy[row] if role & OWN else max(np.int64(0), landings.copy[row] - landings.staged[row])
-    if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or made <= stays:
+    if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or gradient <= stays:
         return np.int64(0)
-    return made - stays - (stays if shared == CUT_LATER else np.int64(0))
+    return gradient - stays - (stays if shared == CUT_LATER else np.int64(0))
 
 
 @lean

@@ -414,8 +414,9 @@ def _send_gradients(
             if role & ALIASED:
                 prolong(spans, handle, update)
             elif role & SENDS:
-                made, carried = spans.nbytes[handle - ONE], alone and used < sent
-                message = made - landings.copy[row] if carried else message_bytes(landings, row, made, shared)
+                gradient, carried = spans.nbytes[handle - ONE], alone and used < sent
+                kept = landings.copy[row]
+                message = gradient - kept if carried else message_bytes(landings, row, gradient, shared)
                 if message != 0 and (message > 0 or not carried):
                     carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, carried)
 

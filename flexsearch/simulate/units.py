@@ -136,15 +136,13 @@ def make_units(
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     once, each = _synchronised(table, last)
     pictures = _images(graph, at_hand, devices)
-    copied = [bool(row.any()) for row in pictures]
-    shifts, nbytes = _fed(graph, at_hand, shift, copied)
+    shifts, nbytes = _fed(graph, at_hand, shift, copied := [bool(row.any()) for row in pictures])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
         root=np.array([kind[name] for name in roots], np.uint8),
         tensor=np.array([tensors[name] for name in roots], np.uint32),
-        activation_first=views.first, activation_last=views.last, activation=views.all,
-        place=_places(views),
+        activation_first=views.first, activation_last=views.last, activation=views.all, place=_places(views),
         itemsize=_sizes(graph.tensor[name].itemsize for name in activations),
         concerned_first=concerned.first, concerned_last=concerned.last, concerned=concerned.all,
         saves_inputs=_flags(r.inputs for r in rules), saves_outputs=_flags(r.outputs for r in rules),
@@ -152,11 +150,10 @@ def make_units(
         only_gradient=np.array([NOTHING if (p := alone.get(pair)) is None else slot[p] for pair in pairs], np.uint32),
         output_gradient=_of_outputs(graph, slot, alone),
         is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
-        extra=_sizes(r.extra for r in rules),
-        halves=_sizes(r.halves for r in rules), weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
-        sync_block=once[0], second_block=once[1], added_block=once[2],
-        each_block=each[0], each_second=each[1], each_added=each[2],
-        shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
+        extra=_sizes(r.extra for r in rules), halves=_sizes(r.halves for r in rules),
+        weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
+        sync_block=once[0], second_block=once[1], added_block=once[2], each_block=each[0], each_second=each[1],
+        each_added=each[2], shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
