@@ -16,11 +16,15 @@ from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.importer import import_model, import_with_constants
 from flexsearch.graph.regions import CHECKPOINTS
+from flexsearch.runtime.parallel import parallelize
+from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 
 pytest.importorskip("transformers")
 
 from tests.families import FAMILIES, build
+from tests.ranks import pool
+from tests.test_loop import read
 from tests.training import Training, imported, product_flops, prove, prove_draws, torch_flops
 
 pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
@@ -150,3 +154,45 @@ def test_a_classifier_that_selects_its_labels_imports_as_shipped() -> None:
     graph = import_model(model, batch)
     assert model.config.problem_type is None
     assert graph.content_hash() == import_model(*build("deberta_v2")).content_hash()
+
+
+def _llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    model, batch = build("llama", draws=False)
+    return model, {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+def _from_meta(file: str) -> tuple[list[float], torch.Tensor]:
+    """The losses of two steps of a model that was made on the meta device, and what it then predicts."""
+    model, batch = _llama()
+    with torch.device("meta"):
+        empty: Any = type(model)(model.config).train()
+    assert any(buffer.is_meta for buffer in empty.buffers())  # rotary frequencies, which no state_dict has
+    step = parallelize(empty, read(file), inputs=batch, seed=5, initialise=empty._init_weights)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.5)
+    losses = []
+    for _ in range(2):
+        losses.append(step(batch).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with step.evaluating():
+        return losses, step.forward(batch, everything=True)["logits"]
+
+
+def test_a_model_made_on_the_meta_device_trains_under_the_plan_of_the_real_one() -> None:
+    model, batch = _llama()
+    plan = baseline("megatron", import_model(model, batch), Topology.load("ethernet-1g:2"))
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        for module in model.modules():
+            model._init_weights(module)  # type: ignore[operator]
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(2):
+        value = model(**batch).loss
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    logits = model.eval()(**batch).logits.detach()
+    for steps, predicted in pool(2).run(_from_meta, plan.to_file().model_dump_json()):
+        assert steps == pytest.approx(losses, rel=1e-5)
+        torch.testing.assert_close(predicted, logits, rtol=1e-4, atol=1e-5)

@@ -957,3 +957,13 @@ def test_assertions_about_values_are_left_out_and_other_uses_of_values_refused()
     assert "linear" in {op.kind for op in graph.operators}
     with pytest.raises(ImportModelError, match="makes a number of a tensor's value"):
         import_model(Checked(True), example, lambda y: y.sum())
+
+
+def test_a_tensor_that_a_batch_has_twice_is_two_inputs_on_any_device() -> None:
+    """Labels that are the tokens, for instance, of which the next batch may have others."""
+    x, graphs = randn(4, 3), []
+    for device in ("cpu", "meta"):
+        model = Fn(lambda a, b, w: ((a @ w - b) ** 2).mean(), (3, 3)).to(device)
+        graphs += [import_model(model, (x, x)), import_model(model, (x, x.clone()))]
+    assert [t.name for t in graphs[0].of_kind("input")] == ["input", "input_1"]
+    assert len({graph.content_hash() for graph in graphs}) == 1

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -326,7 +327,22 @@ def _lose(strategy: str, how: str, timeout_s: float = 90.0) -> str:
 def _lost(rank: int, port: int, strategy: str, how: str, timeout_s: float, answer: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    answer.send(_lose(strategy, how, timeout_s))
+    lose = _lose_in_a_loop if how.startswith("loop ") else partial(_lose, timeout_s=timeout_s)
+    answer.send(lose(strategy, how.removeprefix("loop ")))
+
+
+def _lose_in_a_loop(strategy: str, how: str) -> str:
+    """A rank that is lost between a step and the next, if it is rank 1; else what clipping says to that."""
+    model, inputs, targets, loss = load_callable(SPEC, **SIZES)
+    step = parallelize(model, Strategy.load(strategy), loss=loss)
+    step((inputs, targets))
+    if os.environ["RANK"] == "1":
+        if how == "raise":  # as the interpreter does with what nobody catches; multiprocessing has another way
+            sys.excepthook(ValueError, ValueError("a mistake in the loop"), None)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeFailure) as caught:
+        step.clip_grad_norm_(1.0)
+    return str(caught.value)
 
 
 LOST = "with ranks [1] failed: one of them has died, hangs or cannot be reached"
@@ -336,6 +352,8 @@ LOST = "with ranks [1] failed: one of them has died, hangs or cannot be reached"
     ("how", "timeout_s", "reason"),
     [
         ("die", 90.0, LOST), ("hang", 4.0, LOST), ("misfeed", 4.0, "rank 1 failed: RuntimeFailure: input must be"),
+        ("loop die", 90.0, f"the norm of the gradient {LOST}"),
+        ("loop raise", 90.0, "rank 1 failed: ValueError: a mistake in the loop"),
         ("memory", 4.0, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes"),
     ],
 )  # fmt: skip

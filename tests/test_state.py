@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,39 @@ def _lost(file: str, make: Callable[[], nn.Module]) -> str:
     with pytest.raises(RuntimeFailure) as error:
         _parallel(make(), file)
     return str(error.value)
+
+
+class Masked(nn.Module):
+    """A mask that no state has, which its module's function may forget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ torch.where(self.mask, self.weight, 0.0)).square().mean()
+
+
+def _masked(file: str) -> tuple[float, str]:
+    """The loss of a model on the meta device whose function fills the mask, and the error where it does not."""
+    with torch.device("meta"):
+        model, other = Masked(), Masked()
+
+    def fill(module: Any) -> None:
+        nn.init.ones_(module.weight)
+        module.mask.fill_(True)
+
+    value = float(parallelize(model, _read(file), initialise=fill)(X).loss)
+    with pytest.raises(RuntimeFailure) as error:
+        parallelize(other, _read(file), initialise=lambda module: nn.init.ones_(module.weight))  # type: ignore[arg-type]
+    return value, str(error.value)
+
+
+def test_what_no_state_has_comes_from_the_function_that_fills_modules() -> None:
+    value = Masked()(X).item()
+    for found, error in pool(2).run(_masked, _file(Masked(), "megatron")):
+        assert found == pytest.approx(value, rel=1e-9) and "'the model' left 'mask' without values" in error
 
 
 def _without_rates() -> nn.Module:

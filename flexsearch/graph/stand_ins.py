@@ -45,8 +45,16 @@ class StandIns:
             self._places.append((store, name, value, instead))
 
     def of(self, tree: Any) -> Any:
-        """A nest of inputs, each without its values."""
-        return pytree.tree_map_only(Tensor, self._empty, tree) if self.needed else tree
+        """A nest of inputs, each a tensor of its own: a batch may have one twice (labels that are the tokens), but what
+        is traced reads each under its own name. Without values, where the model has none."""
+        seen: set[int] = set()
+
+        def own(tensor: Tensor) -> Tensor:
+            again = id(tensor) in seen
+            seen.add(id(tensor))
+            return self._empty(tensor) if self.needed else tensor.detach().clone() if again else tensor
+
+        return pytree.tree_map_only(Tensor, own, tree)
 
     def put_in(self) -> None:
         """Have the model hold the stand-ins."""

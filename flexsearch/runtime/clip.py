@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
+from flexsearch.runtime.faults import with_all
 
 
 def total_norm(own: Iterable[Tensor], kind: float, device: torch.device) -> Tensor:
@@ -17,13 +18,11 @@ def total_norm(own: Iterable[Tensor], kind: float, device: torch.device) -> Tens
     tensors = [tensor for tensor in own if tensor.numel()]
     norms = [torch.linalg.vector_norm(tensor, kind).to(device, torch.float64) for tensor in tensors]
     values = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
-    if kind == inf:
-        total = values.max()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        return total
-    total = values.pow(kind).sum()
-    dist.all_reduce(total)
-    return total.pow(1 / kind)
+    largest = kind == inf
+    total = values.max() if largest else values.pow(kind).sum()
+    with with_all("the norm of the gradient"):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return total if largest else total.pow(1 / kind)
 
 
 def scale_to(gradients: Sequence[Tensor], total: Tensor, max_norm: float, error_if_nonfinite: bool) -> None:

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from flexsearch.errors import FlexsearchError, RuntimeFailure
 
 REMEDY = "Look at the output of the other ranks, then start all ranks again."
+_STARTED: WeakSet[Failures] = WeakSet()
+"""Of all steps of this process that are alive."""
 ASK = timedelta(seconds=5)
 """How long a rank waits for the store, which may have died with the rank that kept it."""
+
+
+def lost(what: str, peers: Collection[int], error: Exception) -> RuntimeFailure:
+    """What to raise for the backend's ``error``, where this rank does ``what`` with others."""
+    return RuntimeFailure(
+        f"rank {dist.get_rank()}: {what} with ranks {sorted(peers)} failed: one of them has died, hangs or "
+        f"cannot be reached ({error})",
+        "Look at the output of those ranks, then start all ranks again.",
+    )
+
+
+@contextmanager
+def with_all(what: str) -> Iterator[None]:
+    """For a communication of all ranks alone: errors of the backend are told as those of a lost rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(what, set(range(dist.get_world_size())) - {dist.get_rank()}, error) from error
 
 
 class Failures:
@@ -23,6 +48,13 @@ class Failures:
     def __init__(self, rank: int, run: str) -> None:
         self.rank, self._key = rank, f"flexsearch/{run}/failure"
         self._failure: RuntimeFailure | None = None
+        _tell_what_ends_the_process()
+        _STARTED.add(self)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this rank neither has failed nor seen another fail."""
+        return self._failure is None
 
     def check(self) -> None:
         """Raise RuntimeFailure if this rank has failed, or seen another fail, before."""
@@ -39,7 +71,7 @@ class Failures:
         try:
             yield
         except Exception as error:
-            first = self._tell(error)
+            first = self.tell(error)
             if first is not None and first["rank"] != self.rank:
                 self._failure = RuntimeFailure(f"rank {first['rank']} failed: {first['message']}", REMEDY)
                 raise self._failure from error
@@ -48,7 +80,7 @@ class Failures:
             self._failure = RuntimeFailure(message, remedy)
             raise
 
-    def _tell(self, error: Exception) -> dict[str, Any] | None:
+    def tell(self, error: BaseException) -> dict[str, Any] | None:
         """Leave a failure in the store, unless there is one: the first one. None: the store cannot be reached."""
         own = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
         with suppress(Exception):  # the store may be gone; the error at hand is then what there is to say
@@ -61,3 +93,18 @@ class Failures:
                 store.set_timeout(usual)
             return first
         return None
+
+
+@cache
+def _tell_what_ends_the_process() -> None:
+    """Have an error of the user's own code, between two calls of a step, reach the others, too: it ends this rank, for
+    which they wait. What else the process does with errors stays."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for failures in list(_STARTED):
+            if failures.goes_on:
+                failures.tell(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook

@@ -31,7 +31,11 @@ def initialise(model: nn.Module, stored: Stored, seed: int, function: Initialise
                 try:
                     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
                         name = f"{path}.{key}" if path else key
-                        if tensor is not None and name in stored.names and stored.names[name] not in done:
+                        if tensor is None:
+                            continue
+                        if name not in stored.names:
+                            stored.set_transient(name, tensor.detach())
+                        elif stored.names[name] not in done:
                             done.add(stored.names[name])
                             stored.set(name, tensor.detach())
                 finally:
@@ -49,9 +53,16 @@ def _fill(path: str, module: nn.Module, function: Initialise | None) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = _unset(buffer)
+    blank = {id(x): x._version for x in (*module._parameters.values(), *module._buffers.values()) if x is not None}
     fill(module)
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+        if tensor is None or not tensor.numel():
+            continue
+        if tensor.is_floating_point():
+            left = bool(tensor.isnan().all())
+        else:  # it may hold zeros, if somebody has written them
+            left = blank.get(id(tensor)) == tensor._version and not tensor.any()
+        if left:
             raise RuntimeFailure(
                 f"initialising {path or 'the model'!r} left {key!r} without values",
                 "Pass parallelize(initialise=function), which is called with each module.",

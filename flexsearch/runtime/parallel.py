@@ -44,13 +44,14 @@ def parallelize(
     and ``targets``, examples that are else only needed if they were nested or keyword arguments. ``optimizer``: short
     cut for loops that only step (:meth:`Parallel.step`): called with this rank's parts of the weights. ``seed``: of
     dropout masks, and of the first weights of a model on the meta device, which ``initialise(module)`` draws (True:
-    each module's own ``reset_parameters``); without, a state has to be loaded. ``timeout_s``: after which a silent
-    rank is an error. ``fuse=False`` runs operators one by one, for measuring. ``compile``: pass each run of operators
-    to ``torch.compile``, with its usual backend (True) or another one by name; predictions are of plain operators.
-    ``tolerate``: replicas that synchronise by gossip, a ring, a matrix or asynchronously go on when another one dies.
-    Where the ranks' models differ, rank 0's weights are taken. What wraps the model (``torch.compile``,
-    DistributedDataParallel) is taken off. Raises StrategyError if the strategy was made for another model,
-    RuntimeFailure if the ranks do not fit it or each other, or if ``torch.compile`` has no such backend.
+    each module's own ``reset_parameters``), with the buffers that no state has; without, a state has to be loaded.
+    ``timeout_s``: after which a silent rank is an error. ``fuse=False`` runs operators one by one, for measuring.
+    ``compile``: pass each run of operators to ``torch.compile``, with its usual backend (True) or another one by name;
+    predictions are of plain operators. ``tolerate``: replicas that synchronise by gossip, a ring, a matrix or
+    asynchronously go on when another one dies. Where the ranks' models differ, rank 0's weights are taken. What wraps
+    the model (``torch.compile``, DistributedDataParallel) is taken off. Raises StrategyError if the strategy was made
+    for another model, RuntimeFailure if the ranks do not fit it or each other, or if ``torch.compile`` has no such
+    backend.
     """
     _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
@@ -87,8 +88,9 @@ def distribute(
     model = unwrapped(model)
     compiler = _compiler(compile)
     parallel = Parallel(
-        model, imported, strategy, lowered, device, run, seed, timeout_s, fuse, compiler, tolerate, optimizer
-    )
+        model, imported, strategy, lowered, device, run, seed, timeout_s, fuse, compiler, tolerate, optimizer,
+        initialised=bool(initialise),
+    )  # fmt: skip
     parallel.set_up(model, example, initialise)
     if optimizer is not None:
         parallel.update_by(optimizer)

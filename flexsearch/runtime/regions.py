@@ -15,6 +15,7 @@ from torch import Tensor
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Entry, Layout, Move
+from flexsearch.runtime.faults import lost
 from flexsearch.runtime.parts import cut
 
 
@@ -134,8 +135,11 @@ class Mover:
         }
         operations = [dist.P2POp(dist.irecv, x.view(torch.uint8), peer) for peer, x in flat.items()]
         operations += [dist.P2POp(dist.isend, x.view(torch.uint8), peer) for peer, x in packed.items()]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        try:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        except RuntimeError as error:
+            raise lost("moving pieces of a tensor", {*flat, *packed}, error) from error
         arrived: dict[Move, Tensor] = {}
         for peer, parts in self._receives.items():
             sizes = [volume(m.box) for m in parts]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box
+from flexsearch.runtime.faults import with_all
 from flexsearch.runtime.stored import Stored
 
 FILE = "model.safetensors"
@@ -65,7 +66,7 @@ def save(folder: str | Path, stored: Stored) -> None:
         with part.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)
-    dist.barrier()
+    _meet()
     for name in names.values():
         first = 8 + len(text) + header[name]["data_offsets"][0]
         place = _Place(part, first, dtypes[name], stored.shapes[name])
@@ -74,10 +75,10 @@ def save(folder: str | Path, stored: Stored) -> None:
                 array = place.array("r+")
                 array[_slices(chunk.box)] = _integers(chunk.tensor).reshape(array[_slices(chunk.box)].shape)
                 array.flush()
-    dist.barrier()
+    _meet()
     if stored.rank == 0:
         os.replace(part, path)
-    dist.barrier()
+    _meet()
 
 
 def load(folder: str | Path, stored: Stored) -> None:
@@ -104,11 +105,18 @@ def load(folder: str | Path, stored: Stored) -> None:
     stored.changed()
 
 
+def _meet() -> None:
+    """Wait for all ranks."""
+    with with_all("writing safetensors"):
+        dist.barrier()
+
+
 def _dtypes(stored: Stored, names: Mapping[str, str]) -> dict[str, torch.dtype]:
     """The type of every tensor, which ranks without a piece of it learn from the others."""
     own = {name: chunks[0].tensor.dtype for name in names.values() if (chunks := stored.chunks(name))}
     everyone: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    with with_all("the types of the weights"):
+        dist.all_gather_object(everyone, own)
     return {name: dtype for known in everyone for name, dtype in known.items()}
 
 

@@ -28,17 +28,20 @@ def transient(model: nn.Module, persistent: Collection[str]) -> dict[str, Tensor
     return {name: tensor if tensor.is_meta else tensor.cpu() for name, tensor in buffers.items()}
 
 
-def check_meta(imported: Imported, buffers: dict[str, Tensor]) -> None:
+def check_meta(imported: Imported, buffers: dict[str, Tensor], initialised: bool) -> None:
     """Raise RuntimeFailure where a value is needed that is on the meta device and that no state can bring.
-    ``buffers``: the transient ones."""
+    ``buffers``: the transient ones. ``initialised``: they are filled with the first weights."""
     graph, derived = imported.graph, imported.derived
     constants = [t.name for t in graph.of_kind("constant") if imported.constants[t.name].is_meta]
     computed = [sources(derived[name]) for name in constants if name in derived]
     needed = {t.name for t in graph.of_kind("buffer")}.union(*computed)
-    if lost := sorted(name for name in needed & buffers.keys() if buffers[name].is_meta):
+    lost = sorted(name for name in needed & buffers.keys() if buffers[name].is_meta)
+    if lost and not initialised:
         raise RuntimeFailure(
             f"buffer {lost[0]!r} is on the meta device and not persistent: no state_dict brings its values",
-            "Register it again with its values before parallelize, or build the model on the CPU.",
+            "Pass parallelize(initialise=function), which fills each module (of Hugging Face: model._init_weights), "
+            "also if a state is loaded then. Or register it again with its values before parallelize, or build the "
+            "model on the CPU.",
         )
     if lost := [name for name in constants if name not in derived]:
         raise RuntimeFailure(

@@ -20,6 +20,7 @@ from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
 from flexsearch.runtime import checkpoint, safetensors
+from flexsearch.runtime.batch_size import BatchSize
 from flexsearch.runtime.clip import scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.faults import Failures
@@ -34,6 +35,7 @@ from flexsearch.runtime.recipes.synchronisation import Synchronisation
 from flexsearch.runtime.retrace import Source
 from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.timeline import Timeline, record
+from flexsearch.runtime.torch_clip import clip_whole_gradients
 from flexsearch.runtime.variant import Variant, Variants
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
@@ -63,11 +65,11 @@ class Parallel:
     def __init__(
         self, model: nn.Module, imported: Imported, strategy: Strategy, lowered: Lowered, device: torch.device,
         run: str, seed: int, timeout_s: float, fuse: bool, compiler: str | None = None, tolerate: bool = False,
-        make: MakeOptimizer | None = None,
+        make: MakeOptimizer | None = None, initialised: bool = False,
     ) -> None:  # fmt: skip
         self.rank, self.device, self.lowered, self.graph = dist.get_rank(), device, lowered, imported.graph
         self.strategy = strategy
-        self.stored = Stored(model, imported, lowered, self.rank, device)
+        self.stored = Stored(model, imported, lowered, self.rank, device, initialised)
         self.feed = Feed(imported, lowered)
         read = {edge.tensor for edge in lowered.edges if any(entry.device == self.rank for entry in edge.need)}
         self._needed = read & {t.name for t in self.graph.of_kind("input")}
@@ -95,8 +97,10 @@ class Parallel:
         self.variants = Variants(
             lowered, self.stored, self.feed, self.context, self.synchronisation.names, timeout_s, fuse
         )
-        self._announced: int | None = None
+        self._batch_size = BatchSize(self.feed, self.rank, device)
         self._evaluating = False
+        if not self.stored.everywhere:
+            clip_whole_gradients(self)
 
     def set_up(self, model: nn.Module, example: Example | None, function: Initialise | bool) -> None:
         """Keep what tracing again takes, and draw the first weights with ``function``, if that is one."""
@@ -127,14 +131,22 @@ class Parallel:
         the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
         """
         refuse_modes("step", self.stored, self._evaluating)
-        if self.synchronisation.asynchronous:
-            raise RuntimeFailure(
-                "step(batch) leaves gradients for an optimizer, but here the optimizer runs at the server",
-                "Call step.step(inputs, targets).",
-            )
+        self._refuse_one_call("step(batch) leaves gradients for an optimizer")
         with self.failures.watch():
             inputs, targets = self.feed.pair(batch)
             return self._train(inputs, targets, samples, scale, outputs)
+
+    def _refuse_one_call(self, what: str) -> None:
+        """Raise RuntimeFailure where no gradients are left between a step's backward pass and its update."""
+        if self.synchronisation.asynchronous:
+            raise RuntimeFailure(
+                f"{what}, but here the optimizer runs at the server", "Call step.step(inputs, targets)."
+            )
+        if self._one_call:
+            raise RuntimeFailure(
+                f"{what}, but parallelize(optimizer=...) has every step update the weights itself",
+                "Call step.step(inputs, targets) alone, or make the optimizer from step.parameters() instead.",
+            )
 
     def step(self, inputs: Any, targets: Any = None) -> Tensor:
         """The short cut for ``parallelize(optimizer=...)``: forward, backward, update; returns the loss of the whole
@@ -159,7 +171,8 @@ class Parallel:
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         self.stored.check_frozen()
-        named, count = self.feed.named(inputs, targets), self._count(samples)
+        named = self.feed.named(inputs, targets)
+        count = self._count(named, samples)
         returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()
         earlier, self._updated = set_aside(self.stored.weights), False
@@ -183,10 +196,9 @@ class Parallel:
         value = results.get(graph.loss)
         return torch.full((), torch.nan, device=self.device) if value is None else value * workers
 
-    def _count(self, samples: int | None) -> int:
+    def _count(self, named: Mapping[str, Tensor], samples: int | None) -> int:
         """Samples of the batch at hand."""
-        announced, self._announced = self._announced, None
-        count = samples or announced or self.graph.batch
+        count = samples or self._batch_size.of(named, self.apart)
         if not 0 < count <= self.graph.batch:
             raise RuntimeFailure(
                 f"a batch of {count} samples, where the plan is for {self.graph.batch}",
@@ -226,19 +238,22 @@ class Parallel:
 
     def trace(self, batch: Any, optimizer: Optimizer | None = None, steps: int = 3) -> Timeline:
         """What the tasks of a step take, and what ranks hold in memory, as ``steps`` steps on a batch are measured,
-        operator by operator. Gradients stay as they were. ``optimizer``: whose state is held, too. All ranks must call
-        it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
+        operator by operator. Weights, gradients, buffers and dropout stay as they were. ``optimizer``: whose state is
+        held, too. All ranks must call it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
         self.refuse_trace()
-        earlier = set_aside(self.stored.weights)
+        earlier, drawn = set_aside(self.stored.weights), self.context.step
+        one_call, update = self._one_call, self.engine.update
+        self._one_call, self.engine.update = False, lambda: None
 
         def step() -> None:
             self(batch)
             set_aside(self.stored.weights)
 
         try:
-            with self.synchronisation.frozen():
+            with self.synchronisation.frozen(), self.stored.buffers_kept():
                 return record(self, step, steps, optimizer)
         finally:
+            self._one_call, self.engine.update, self.context.step = one_call, update, drawn
             for name, parameter in self.stored.weights.items():
                 parameter.grad = earlier.get(name)
 
@@ -287,6 +302,7 @@ class Parallel:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model: that one would see this rank's pieces alone. Returns
         the norm of the whole gradient, to which every element counts once. All ranks must call it."""
+        self._refuse_one_call("clip_grad_norm_ scales the gradients between a step and its update")
         if self.synchronisation.diverges:
             raise RuntimeFailure(
                 "replicas that synchronise by a recipe have gradients of their own, so the whole model has no one norm",
@@ -319,8 +335,8 @@ class Parallel:
         """
         refuse_modes("forward", self.stored, self._evaluating)
         with self.failures.watch():
-            named, count = self.feed.named(self.feed.inputs(batch), None), self._count(samples)
-            return self.variants.forward(named, count, self._evaluating, everything)
+            named = self.feed.named(self.feed.inputs(batch), None)
+            return self.variants.forward(named, self._count(named, samples), self._evaluating, everything)
 
     # ---- data
 
@@ -342,8 +358,9 @@ class Parallel:
         **options: Any,
     ) -> Iterator[Any]:  # fmt: skip
         """This rank's part of each global batch of a data set, in an order that all ranks draw alike; None for a part
-        without samples. The next step knows if the batch fetched last is smaller than the plan's; who fetches several
-        first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for instance."""
+        without samples. Steps and predictions know if the batch fetched last is smaller than the plan's; who fetches
+        several first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for
+        instance."""
         order = sample_order(len(dataset), shuffle, seed, epoch)  # type: ignore[arg-type]
         counts, parts = [], []
         for batch in batches(order, self.graph.batch, drop_last):
@@ -354,9 +371,9 @@ class Parallel:
         for count in counts:
             with self.failures.watch():
                 part = next(loaded)
-            self._announced = count
+            self._batch_size.fetched(count)
             yield part
-        self._announced = None  # if all were fetched before the first step
+        self._batch_size.ended()
 
     # ---- state
 

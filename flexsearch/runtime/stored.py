@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, in_range, preferred
 from flexsearch.lower import Entry, Layout, Lowered, bounding
+from flexsearch.runtime.faults import with_all
 from flexsearch.runtime.group import fingerprint
 from flexsearch.runtime.microbatches import boxes_in_batch
 from flexsearch.runtime.parts import cut
@@ -42,7 +44,10 @@ class Stored:
     rank that stores a part; ``counters``: buffers that count steps; ``other``: what the loss does not depend on,
     whole."""
 
-    def __init__(self, model: nn.Module, imported: Imported, lowered: Lowered, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, imported: Imported, lowered: Lowered, rank: int, device: torch.device,
+        initialised: bool = False,
+    ) -> None:  # fmt: skip
         self.graph, self.rank, self.device = imported.graph, rank, device
         self.names = state_names(model)
         """Name in the model's state -> name in the graph."""
@@ -58,7 +63,7 @@ class Stored:
         self.rest: dict[str, list[tuple[Box, nn.Parameter]]] = {}
         self._read: dict[str, Layout] = {}
         """By name, the part of its layout that steps read, where that is not all."""
-        check_meta(imported, self._transient)
+        check_meta(imported, self._transient, initialised)
         everything = dict(model.named_parameters()) | dict(model.named_buffers())
         self.loaded = not any(x.is_meta for x in everything.values())
         """Whether the pieces have values yet."""
@@ -134,6 +139,18 @@ class Stored:
 
     # ---- pieces
 
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Whatever steps do to buffers meanwhile (running statistics, counters), they then are as they were."""
+        updated = [self.fixed[name][1] for name in self.graph.buffer_updates if name in self.fixed]
+        tensors = [*updated, *self.counters.values()]
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
     @property
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters by name: pieces of weights, and those rows of them that no step reads."""
@@ -141,6 +158,14 @@ class Stored:
             yield name, parameter
             for k, (_, rest) in enumerate(self.rest.get(name, ())):
                 yield f"{name}.unread.{k}", rest
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank holds every weight whole."""
+        ranks = dist.get_world_size()
+        specs = [self.graph.tensor[name] for name in self.layouts if self.graph.tensor[name].kind == "parameter"]
+        return all({(e.device, e.box) for e in self.layouts[s.name]} == {(r, whole(s.shape)) for r in range(ranks)}
+                   for s in specs)  # fmt: skip
 
     def check_frozen(self) -> None:
         """Raise RuntimeFailure if a weight has been unfrozen of which the plan makes no gradient."""
@@ -251,6 +276,15 @@ class Stored:
         for chunk in self.chunks(name):
             chunk.tensor.copy_(cut(values, whole(values.shape), chunk.box))
 
+    def set_transient(self, name: str, values: Tensor) -> None:
+        """Take over a buffer that no state has. ``changed`` then computes what follows from it."""
+        for rows in (self._transient, self._buffers, self.other):
+            if name in rows:
+                rows[name] = values.clone()
+        if name in self.fixed:
+            box, tensor = self.fixed[name]
+            tensor.copy_(cut(values, whole(values.shape), box))
+
     def changed(self) -> None:
         """Compute what follows from the state, after its pieces have got other values. All ranks must call it."""
         buffers = [name for name in self._buffers if name in self.layouts]
@@ -281,12 +315,14 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _take_values_of_rank_0(tensors: Mapping[str, Tensor], device: torch.device) -> bool:
     """Where the ranks' models differ, have that of rank 0. Whether they did."""
     prints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, fingerprint(tensors))
+    with with_all("comparing the models"):
+        dist.all_gather_object(prints, fingerprint(tensors))
     if len(set(prints)) == 1:
         return False
     for tensor in (x for x in tensors.values() if not x.is_meta):
         moved = tensor.detach().to(device)
-        dist.broadcast(moved, 0)
+        with with_all("taking the values of rank 0's model"):
+            dist.broadcast(moved, 0)
         tensor.data.copy_(moved)
     return True
 

@@ -26,6 +26,7 @@ from flexsearch.graph.ops.local import extent
 from flexsearch.lower import Communication, Lowered, Move
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
+from flexsearch.runtime.faults import lost
 from flexsearch.runtime.group import directions
 from flexsearch.runtime.instructions import Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
@@ -281,9 +282,5 @@ class Wire:
         member = what.members[0]
         lowered = self.lowered
         name = lowered.weights[member.key].tensor if what.purpose == "synchronise" else lowered.edges[member.key].tensor
-        peers = sorted(set(what.devices) - {self.rank})
-        return RuntimeFailure(
-            f"rank {self.rank}: {what.form} of {name!r} ({what.purpose}) with ranks {peers} failed: one of them has "
-            f"died, hangs or cannot be reached ({error})",
-            "Look at the output of those ranks, then start all ranks again.",
-        )
+        peers = set(what.devices) - {self.rank}
+        return lost(f"{what.form} of {name!r} ({what.purpose})", peers, error)

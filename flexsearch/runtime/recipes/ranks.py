@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexsearch.errors import RuntimeFailure
 from flexsearch.runtime.collectives import all_gather, present
+from flexsearch.runtime.faults import lost
 from flexsearch.runtime.wire import process_group
 from flexsearch.sync import Exchange, Payload
 from flexsearch.sync.exchange import INDEX_BYTES, Source
@@ -195,12 +195,8 @@ class Ranks:
             if position is not None and self._tolerate:
                 self.lost.add(position)
                 return
-            peers = sorted(set(self._devices) - {dist.get_rank()} if position is None else {self._devices[position]})
-            raise RuntimeFailure(
-                f"rank {dist.get_rank()}: {what} of a recipe with {'rank' if len(peers) == 1 else 'ranks'} "
-                f"{', '.join(map(str, peers))} failed: one has died, hangs or cannot be reached ({error})",
-                "Look at the output of those ranks, then start all ranks again.",
-            ) from error
+            peers = set(self._devices) - {dist.get_rank()} if position is None else {self._devices[position]}
+            raise lost(f"{what} of a recipe", peers, error) from error
 
 
 def joined(payloads: Sequence[Payload]) -> Payload:
