@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from flexsearch.children import module
@@ -26,6 +27,7 @@ from flexsearch.errors import FileFormatError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import Loaded, load_callable
+from flexsearch.runtime.faults import Failures, lost
 from flexsearch.runtime.instructions import Backward
 from flexsearch.runtime.launch import call, free_port, launch
 from flexsearch.runtime.parallel import parallelize
@@ -375,6 +377,22 @@ def test_the_others_are_told_of_a_rank_lost_in_mid_step(
         for process in ranks:
             process.kill()
             process.join()
+
+
+def _told() -> str:
+    """What the second rank says when the first one has seen another die."""
+    failures = Failures(dist.get_rank(), "told")
+    if dist.get_rank() == 1:
+        dist.barrier()
+    with pytest.raises(RuntimeFailure) as caught, failures.watch():
+        raise lost("all_reduce", [1, 2] if dist.get_rank() == 0 else [0, 2], RuntimeError("closed"))
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return caught.value.message
+
+
+def test_a_rank_that_has_seen_another_die_is_not_said_to_have_failed() -> None:
+    assert set(pool(2).run(_told)) == {f"rank 0: all_reduce {LOST.replace('[1]', '[1, 2]')} (closed)"}
 
 
 def test_a_rank_killed_in_mid_step_ends_the_run_with_a_message(tmp_path: Path) -> None:

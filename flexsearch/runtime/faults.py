@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from flexsearch.errors import FlexsearchError, RuntimeFailure
 
 REMEDY = "Look at the output of the other ranks, then start all ranks again."
+_DIED = "one of them has died, hangs or cannot be reached"
 _STARTED: WeakSet[Failures] = WeakSet()
 """Of all steps of this process that are alive."""
 ASK = timedelta(seconds=5)
@@ -27,8 +28,7 @@ ASK = timedelta(seconds=5)
 def lost(what: str, peers: Collection[int], error: Exception) -> RuntimeFailure:
     """What to raise for the backend's ``error``, where this rank does ``what`` with others."""
     return RuntimeFailure(
-        f"rank {dist.get_rank()}: {what} with ranks {sorted(peers)} failed: one of them has died, hangs or "
-        f"cannot be reached ({error})",
+        f"rank {dist.get_rank()}: {what} with ranks {sorted(peers)} failed: {_DIED} ({error})",
         "Look at the output of those ranks, then start all ranks again.",
     )
 
@@ -40,6 +40,13 @@ def with_all(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise lost(what, set(range(dist.get_world_size())) - {dist.get_rank()}, error) from error
+
+
+def _words(error: BaseException) -> str:
+    """What to tell other ranks of an error."""
+    if isinstance(error, FlexsearchError) and _DIED in error.message:
+        return error.message
+    return f"{type(error).__name__}: {error}"
 
 
 class Failures:
@@ -73,7 +80,9 @@ class Failures:
         except Exception as error:
             first = self.tell(error)
             if first is not None and first["rank"] != self.rank:
-                self._failure = RuntimeFailure(f"rank {first['rank']} failed: {first['message']}", REMEDY)
+                # A rank that has seen another die is not to blame.
+                whose = "" if _DIED in first["message"] else f"rank {first['rank']} failed: "
+                self._failure = RuntimeFailure(f"{whose}{first['message']}", REMEDY)
                 raise self._failure from error
             message = error.message if isinstance(error, FlexsearchError) else f"{type(error).__name__}: {error}"
             remedy = error.remedy if isinstance(error, FlexsearchError) else REMEDY
@@ -82,7 +91,7 @@ class Failures:
 
     def tell(self, error: BaseException) -> dict[str, Any] | None:
         """Leave a failure in the store, unless there is one: the first one. None: the store cannot be reached."""
-        own = json.dumps({"rank": self.rank, "message": f"{type(error).__name__}: {error}"})
+        own = json.dumps({"rank": self.rank, "message": _words(error)})
         with suppress(Exception):  # the store may be gone; the error at hand is then what there is to say
             store: Any = distributed_c10d._get_default_store()
             usual = store.timeout
