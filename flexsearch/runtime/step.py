@@ -162,7 +162,8 @@ class Parallel:
         named, count = self.feed.named(inputs, targets), self._count(samples)
         returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()
-        earlier, self._updated = set_aside(self.stored.weights), False
+        earlier = {} if self._one_call else set_aside(self.stored.weights)
+        self._updated = False
         smaller = self._smaller_step(count) if count < self.graph.batch else None
         results = self.engine.step(self._fed(named)) if smaller is None else smaller.run(named)
         if self._one_call and not self._updated:
