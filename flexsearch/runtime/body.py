@@ -196,6 +196,9 @@ def _run(
                 local.append(computed)
             for e, k in marked:
                 result = local[k]  # None where a kernel updates in place
+                if len(marked) > 1 and result is not None and result.requires_grad:
+                    # A result may be made of another one, whose gradient would then be that of both.
+                    result = local[k] = result.view_as(result)
                 entered[e] = get_gradient_edge(result) if result is not None and result.requires_grad else None
             for k in over:
                 local[k] = None
