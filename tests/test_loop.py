@@ -232,6 +232,44 @@ def test_gradients_add_up_until_they_are_zeroed(name: str) -> None:
         assert_close(model.state_dict(), state)
 
 
+def _with_penalty(net: Net) -> Callable[[Any, Tensor], Tensor]:
+    """A loss that reads the weights of the model that it closes over."""
+
+    def penalised(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return loss(output, target)["loss"] + net.first.weight.square().sum() + net.norm.running_mean.abs().sum()
+
+    return penalised
+
+
+def _penalised(file: str) -> tuple[list[float], dict[str, Tensor]]:
+    net = Net()
+    step = parallelize(net, read(file), loss=_with_penalty(net))
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.05)
+    losses = []
+    for number, samples in enumerate(SIZES):
+        losses.append(step(batch(samples, number), samples=samples).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, step.state_dict()
+
+
+def test_a_loss_that_reads_the_models_weights_reads_todays_in_smaller_batches_too() -> None:
+    net, losses = Net(), []
+    penalised, optimizer = _with_penalty(net), torch.optim.SGD(net.parameters(), lr=0.05)
+    graph = import_model(net, batch(), penalised)
+    file = baseline("data-parallel", graph, Topology.load("ethernet-1g:2")).to_file().model_dump_json()
+    for number, samples in enumerate(SIZES):
+        x, target = batch(samples, number)
+        value = penalised(net(x), target)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    for found, state in pool(2).run(_penalised, file):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert_close(net.state_dict(), state)
+
+
 def _predicted(file: str, traced: Imported) -> tuple[list[Any], tuple[int, int], dict[str, Tensor]]:
     """In training, in evaluation, of a smaller batch; and of this rank's samples."""
     step = stepped(file, traced)
