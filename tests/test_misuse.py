@@ -113,6 +113,7 @@ LIMITS: list[tuple[tuple[str, ...], str]] = [
     (("run", "plan.json", "-n", "2", "-m", "flexsearch.zoo:lenet", "--seed", "-1"), "--seed"),
     (("run", "plan.json", "-n", "2", "-m", "flexsearch.zoo:lenet", "--trace", "t.json", "-p", "t.json"), "--profile"),
     (("optimize", "lenet", "-b", "5", "-o", "g.json", "--verify", "2", "-p", "g.json"), "--profile"),
+    (("what-if", "plan.json", "--memory", "0GB"), "--memory"),
     (("profile", "lenet", "-o", "p.json", "--budget", "500"), "--budget"),
     (("profile", "lenet", "-o", "p.json", "--threads", "1000000000"), "--threads"),
     (("optimize", "-t", "ethernet-1g-2", "-b", "5"), "GRAPH"),
