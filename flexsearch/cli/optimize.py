@@ -167,7 +167,7 @@ def optimize(
     allowed = _read_allowed(allow)
     size = Size(batch, seq)
     learns = profile if verify is not None else None
-    check_outputs({"--profile": learns}, graph, topology, source)
+    check_outputs({"--output": output, "--plot": plot, "--profile": learns}, graph, topology, source)
     known = None if learns is not None and not learns.exists() else profile
     setting = load_setting(graph, topology, known, size, reads)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)

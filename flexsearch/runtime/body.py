@@ -146,6 +146,12 @@ def _entry(result: Tensor | None) -> GradientEdge | None:
     return get_gradient_edge(result) if result is not None and result.requires_grad else None
 
 
+def _apart(result: Tensor | None) -> Tensor | None:
+    """A result as a node of its own: it may be made of another one of the same call, at which the gradient of both
+    would come out."""
+    return result.view_as(result) if result is not None and result.requires_grad else result
+
+
 def _run(
     calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
     weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
@@ -159,8 +165,8 @@ def _run(
     rungs = _rungs([STEPS * (k + 1) for k in range(len(calls))] if weights else [])
     known: dict[str, Any] = {f"k{k}": call.kernel for k, call in enumerate(calls)}
     known |= {f"rung{k}": rung for k, rung in enumerate(rungs)}
-    known |= {"above": _above, "earlier": dict[int, _Weight](), "entry": _entry, "aside": aside}
-    known |= {"aside_of": _aside_of, "__name__": __name__}
+    known |= {"above": _above, "earlier": dict[int, _Weight](), "entry": _entry, "apart": _apart}
+    known |= {"aside": aside, "aside_of": _aside_of, "__name__": __name__}
     lines = [f"def {name}({_values(held)}):"]
     if weights:
         lines.append(" saved, others = [], []")
@@ -171,10 +177,11 @@ def _run(
         trained = {p: e for e, (reader, p) in enumerate(weights) if reader == k}
         loose = [p for reader, p in released if reader == k]
         lines += _call(k, call, trained, loose, lasting, bool(weights))
-        for e, p in enumerate(edges):
-            if p in call.results:
-                entered[e] = f"e{e}"
-                lines.append(f" e{e} = entry(v{p})")
+        marked = [(e, p) for e, p in enumerate(edges) if p in call.results]
+        for e, p in marked:
+            entered[e] = f"e{e}"
+            lines += [f" v{p} = apart(v{p})"] if len(marked) > 1 else []
+            lines.append(f" e{e} = entry(v{p})")
         lines += [f" v{p} = None" for p, reader in last.items() if reader == k and p not in wanted]
     aside_too = ["saved", "others"] if weights else []
     given = [*(f"v{p}" for p in wanted), *entered, *(f"w{e}.edge" for e in range(len(weights))), *aside_too]

@@ -28,6 +28,8 @@ class Feed:
         self.ranks = len(lowered.topology.devices)
         self.samples = [self._needed(lowered, rank) for rank in range(self.ranks)]
         self._known: dict[tuple[str, int, int], tuple[torch.dtype, int, tuple[int, ...], int, int]] = {}
+        self.example: tuple[Any, Any] = None, None
+        """Inputs and targets, nested as at import; None where that is not known."""
 
     def _needed(self, lowered: Lowered, rank: int) -> Interval:
         """From the first sample that a rank needs of the first microbatch to the last one of the last."""
@@ -65,8 +67,8 @@ class Feed:
         """The tensors of a batch by the names of the graph's inputs. Raises RuntimeFailure where they do not match."""
         named: dict[str, Tensor] = {}
         kinds = (
-            ("inputs", self.imported.input_names, self._ordered(inputs)),
-            ("targets", self.imported.target_names, targets),
+            ("inputs", self.imported.input_names, nested_as(self.example[0], self._ordered(inputs))),
+            ("targets", self.imported.target_names, nested_as(self.example[1], targets)),
         )
         for what, names, tree in kinds:
             tensors = _tensors(tree)
@@ -151,6 +153,24 @@ def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
         return list(tree)
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+_VALUES = (bool, int, float, complex, str)
+
+
+def nested_as(example: Any, tree: Any) -> Any:
+    """A part of a batch with its dictionaries in the order of the example's. Raises RuntimeFailure where a value that
+    is no tensor, which is a part of the graph, is another one."""
+    if isinstance(example, dict) and isinstance(tree, Mapping) and set(example) == set(tree):
+        return {name: nested_as(part, tree[name]) for name, part in example.items()}
+    if isinstance(example, tuple | list) and isinstance(tree, tuple | list) and len(example) == len(tree):
+        return tuple(nested_as(part, other) for part, other in zip(example, tree, strict=True))
+    if isinstance(example, _VALUES) and isinstance(tree, _VALUES) and example != tree:
+        raise RuntimeFailure(
+            f"step got {tree!r} in the batch, where the graph computes with {example!r}, as imported",
+            "Make it a tensor where the plan is made, or plan for each value.",
+        )
+    return tree
 
 
 def sample_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
