@@ -155,7 +155,7 @@ def family(name: str) -> tuple[nn.Module, families.Batch]:
     layers = {key: 4 for key in ("n_layer", "num_hidden_layers", "encoder_layers") if key in config}
     model, batch = families.build(name, draws=False, dtype=torch.float64, **layers)
     if batch["labels"].dim() > 1:
-        batch["labels"][:, 5:] = -100
+        batch["labels"][:, 4:] = -100
     return model, batch
 
 

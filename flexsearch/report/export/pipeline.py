@@ -146,7 +146,9 @@ def write_pipeline(file: File) -> str:
         f"def apply_plan(model: nn.Module{takes}):\n"
         '    """This rank\'s parts of the model, as it runs them, and the schedule that does."""\n'
         '    held, group = HELD[mesh().get_local_rank("pipeline")], mesh().get_group("pipeline")\n'
-        "    parts = nn.ModuleList(parallel(Part(model, stage)) for stage in held)\n"
+        "    parts = nn.ModuleList([Part(model, stage) for stage in held])\n"
+        "    for part in parts:\n"
+        "        parallel(part)\n"
         f'    device = torch.device("{file.device}")\n'
         "    stages = [PipelineStage(p, p.stage, len(STAGES), device, group=group) for p in parts]\n"
         f"    # Schedule {strategy.schedule}: {strategy.microbatches} microbatches.\n"
@@ -173,9 +175,9 @@ def _parts(file: File) -> None:
         file.functions.append(dedent(text).strip())
     if plan.tensor > 1 or plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(dedent(HERE).strip())
-    layers = indent("\n".join(["model = part.model", *file.layers, "passed_on(part)", "return part"]), "    ")
+    layers = indent("\n".join(["model = part.model", *file.layers, "passed_on(part)"]), "    ")
     file.functions.append(
-        f'def parallel(part: Part) -> Part:\n    """A part of the model as this rank runs it."""\n{layers}'
+        f'def parallel(part: Part) -> None:\n    """Make a part of the model what this rank runs."""\n{layers}'
     )
 
 
