@@ -232,7 +232,7 @@ def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tenso
 
 def test_a_rank_of_a_pipeline_says_that_a_module_returns_more_than_a_tensor() -> None:
     plan = layout(graph("tuples"), 1, 1, ["blocks.2.layer"], ranks=2, microbatches=2, topology="ethernet-1g-2")
-    with pytest.raises(AssertionError, match="Block returns a tuple; in a pipeline make it return one tensor"):
+    with pytest.raises(AssertionError, match=r"blocks\.0 returns a tuple; in a pipeline make it return one tensor"):
         pool(2).run(train, "tuples", torch_file(plan, graph("tuples")))
 
 
@@ -284,7 +284,7 @@ def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
     ("name", "first", "says"),
     [
         ("t5", "encoder.block.1", "module 'encoder.block.0' hands on"),  # its table of positions serves all blocks
-        ("t5", "decoder.block.1", "module 'encoder.block.0' hands on"),
+        ("t5", "decoder.block.1", "module 'decoder.block.0' hands on"),
         ("bart", "model.decoder.layers.1", "from 'model.decoder.embed_tokens.mul', of shape (4, 6, 16); in stage 1,"),
         ("albert", "albert.encoder", "which is in several stages; each rank of PyTorch's pipeline would train weights"),
     ],

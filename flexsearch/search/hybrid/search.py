@@ -153,10 +153,10 @@ class LayoutSearch:
             self.ahead.close()
 
     def _refusals(self) -> str:
-        """Why no layout can be exported: as said of the first one with replicas, and of the first with a pipeline."""
+        """Why no layout can be exported: as said of the first one with replicas, and of the first with stages alone."""
         reasons: dict[str, str] = {}
         for key in self.numbers.layouts():
-            kind = "a pipeline" if key.layout.pipeline > 1 else "replicas" if key.layout.data > 1 else ""
+            kind = "replicas" if key.layout.data > 1 else "a pipeline" if key.layout.pipeline > 1 else ""
             if kind and kind not in reasons and self._suits(key.layout, key.options):
                 reasons[kind] = self.trials.refusal(self._request(key))
             if len(reasons) == 2:

@@ -76,7 +76,7 @@ class Trials:
     ) -> None:
         self.graph, self.topology, self.native = graph, topology, native
         self.simulators = StagedSimulators(graph, topology, profile, options.precision)
-        self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph)
+        self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph, native)
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
         """The best plan that was simulated here, and that of each family, with their simulators."""
 
