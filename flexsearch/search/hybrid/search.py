@@ -137,7 +137,8 @@ class LayoutSearch:
             if self.best is None:
                 if self.native:
                     raise StrategyError(
-                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}",
+                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}"
+                        + self._refusals(),
                         "Search with --space native, whose plans have one stage. Of a plan of --space layouts, "
                         "`flexsearch export` says what they cannot express.",
                     )
@@ -150,6 +151,17 @@ class LayoutSearch:
             return self._result(self.best, stopped, margin)
         finally:
             self.ahead.close()
+
+    def _refusals(self) -> str:
+        """Why no layout can be exported: as said of the first one with replicas, and of the first with stages alone."""
+        reasons: dict[str, str] = {}
+        for key in self.numbers.layouts():
+            kind = "replicas" if key.layout.data > 1 else "a pipeline" if key.layout.pipeline > 1 else ""
+            if kind and kind not in reasons and self._suits(key.layout, key.options):
+                reasons[kind] = self.trials.refusal(self._request(key))
+            if len(reasons) == 2:
+                break
+        return "".join(f"; {kind}: {why}" for kind, why in reasons.items() if why)
 
     def _search(self) -> None:
         """All there is to do. Raises _Over."""
