@@ -101,11 +101,12 @@ class _Narrow(torch.autograd.Function):
         differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
         whole = None if len(rows) == 1 else tuple(map(_room, (q, k, v)))
         for at, sums in zip(ctx.parts, rows, strict=True):
-            wide = _widened(grad[at], q), q[at], k[at], _widened(v[at], q), _widened(out[at], q)
-            own = {"attn_mask": _part_of(mask, at), "scale": ctx.scale}
-            made = differentiate(*wide, sums, 0.0, ctx.causal, **own)
+            made = differentiate(
+                _widened(grad[at], q), q[at], k[at], _widened(v[at], q), _widened(out[at], q), sums, 0.0, ctx.causal,
+                attn_mask=_part_of(mask, at), scale=ctx.scale,
+            )  # fmt: skip
             if whole is None:
                 return made[0], made[1], _room(v).copy_(made[2][..., : v.shape[-1]]), None, None, None
             _write(whole, at, made)
-            del wide, made  # before the next part's are there
+            del made  # before the next part's are there
         return *(whole or ()), None, None, None
