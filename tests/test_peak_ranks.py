@@ -98,7 +98,9 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("decoder", 10, 0),  # gradients in several layouts, received and added up
         ("decoder", 12, 0),  # halves of a backward pass that keep parts of values
         ("decoder", 9, 3),  # gradients of parts of a value, added in the memory of their sum
+        ("decoder", 14, 4),  # two phases, of the first of which a part stays
         ("mlp", 16, 0),  # weights gathered far ahead
+        ("mlp", 2, 2),  # weights gathered again for each microbatch
         ("mlp", 18, 0),  # gradients kept in parts beside gradients that are kept whole
         ("mlp", 10, 3),  # a large gradient and a small one that go in one bucket
         ("images", 0, 0),  # the last bucket of a microbatch
