@@ -79,9 +79,7 @@ def distribute(
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             leave(landings, spans, row, original, sent, joined)
-        copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
-        part = COPIES if gathered else ACTIVATIONS
-        holder = land(landings, spans, row, copies, now, sent, joined, begins, part)
+        holder = land(landings, spans, row, now, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -236,10 +234,10 @@ def arrives_in_parts(landings: Landings, row: Any) -> Any:
 
 @lean
 def land(
-    landings: Landings, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, joined: Any, begins: Any, part: Any
+    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, joined: Any, begins: Any, part: Any
 ) -> Any:  # fmt: skip
-    """What a reshard of an activation, its gradient or a weight leaves on a device: if it ``copies``, the copy (its
-    handle is returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
+    """What a reshard of an activation, its gradient or a weight leaves on a device: the copy (its handle is
+    returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
     copy from what it has; ``sent``: the moment of both phases; ``joined``: when what arrives is put together, right
     before a computation waits for it; ``begins``: since when the result of that counts. What the first of two phases
     brings is put together before the second one."""
@@ -253,6 +251,7 @@ def land(
         add(spans, d, staged, BUFFERS, sent, sent if middle > 0 else joined)
     if again > 0:
         add(spans, d, again, BUFFERS, sent, joined)
+    copies = part == ACTIVATIONS or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
             begin = sent

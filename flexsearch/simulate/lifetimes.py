@@ -333,7 +333,7 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         leave(landings, spans, row, original, sent, joined)
-        holder = land(landings, spans, row, True, now, sent, joined, joined, ACTIVATIONS)
+        holder = land(landings, spans, row, now, sent, joined, joined, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])

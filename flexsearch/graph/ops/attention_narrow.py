@@ -81,12 +81,14 @@ class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         attend, features = getattr(torch.ops.aten, _NAME), v.shape[-1]
-        out, rows = _room(q[..., :features]), []
+        out: Any = None
+        rows: list[Tensor] = []
         for at in (parts := _parts(q)):
             own = {"attn_mask": _part_of(mask, at), "scale": scale}
             made, sums = attend(q[at], k[at], _widened(v[at], q), 0.0, causal, **own)
+            out = _room(q[..., :features]) if out is None else out
             out[at] = made[..., :features]
             rows.append(sums)
             del made  # before the next part's is
