@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from math import exp, inf
+from math import inf, prod
 from typing import Final, Literal
 
 import numpy as np
@@ -35,9 +35,9 @@ from flexsearch.topology import Topology
 
 CLIMBED: Final = 4
 """Layouts that are improved move by move: the best of so many different groups of devices. Taken."""
-SURE: Final = 2.0
+SURE: Final = 2
 """Sorts of layouts are left out if their estimates are worse than the best plan by so many standard deviations of what
-simulations say of others. Taken."""
+simulations say of others, one upon the other. Taken."""
 PATIENCE: Final = 10
 """So many plans in a row that are no better end a series of trials. Taken."""
 SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
@@ -324,7 +324,7 @@ class LayoutSearch:
         missed = 0
         while (taken := ranking.take(ranking.untried)) is not None and self.best is not None:
             (key, cost), before = taken, self.best
-            limit = exp(SURE * self.ratios.spread) * before.cost
+            limit = prod([1.0 + self.ratios.spread] * SURE) * before.cost
             late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
             if late or cost > limit:
                 return
