@@ -79,7 +79,8 @@ def test_a_layout_is_simulated_without_a_search() -> None:
 
 def test_the_first_answer_of_the_readme_is_what_the_command_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line by line, but for what the clock says: a budget in proposals gives the same plan everywhere."""
-    found = re.search(r"`flexsearch (optimize [^`]* -b \d+)` prints[^\n]*\n\n((?:    [^\n]*\n|\n)+)", README.read_text())
+    pattern = r"`flexsearch (optimize [^`]* -b \d+)` prints[^\n]*\n\n((?:    [^\n]*\n|\n)+)"
+    found = re.search(pattern, README.read_text())
     assert found
     monkeypatch.setenv("COLUMNS", "84")
     ran = cli(*found[1].split())

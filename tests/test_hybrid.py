@@ -485,7 +485,8 @@ def test_plans_with_equal_costs_are_taken_in_their_order() -> None:
     """What a partial sort puts first of equal ones depends on the processor."""
     rng = np.random.default_rng(0)
     costs = rng.integers(1, 4, 200).astype(float).tolist()
-    ranking = Ranking(Ratios(), [(Key(Layout(1, 1, 1, 1 + k), Options()), Estimate(c, 0.5)) for k, c in enumerate(costs)])
+    keys = [Key(Layout(1, 1, 1, 1 + k), Options()) for k in range(200)]
+    ranking = Ranking(Ratios(), [(key, Estimate(cost, 0.5)) for key, cost in zip(keys, costs, strict=True)])
     expected = sorted(range(200), key=lambda k: (costs[k], k))
     for count in (1, 5, 70, 199, 200, 300):
         places = [key.layout.microbatches - 1 for key, _ in ranking.following(count)]

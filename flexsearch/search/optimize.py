@@ -70,10 +70,10 @@ def search(
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it, as that is
     simpler; None: by so much that their predictions tell them apart. ``processes``: at most so many; None: one for
     each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
-    climbs and, unless Ctrl-C ended them, after them, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
-    KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
-    (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not legal, a pin cannot
-    be obeyed or no budget is given."""
+    climbs and, unless Ctrl-C ended them, after them, in words, as soon as there is a plan. ``on_end``: called once,
+    when the search itself is over: a KeyboardInterrupt after that loses the result. The plan is never slower than the
+    best baseline that fits into memory (and obeys the pins), and fits if any known plan does. Raises StrategyError if
+    ``start`` is not legal, a pin cannot be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
     if not 0 <= seed < MAX_SEED:
