@@ -213,7 +213,7 @@ def test_stages_keep_fewer_microbatches_under_1f1b_than_under_gpipe() -> None:
     assert one is not None
     assert all_ is not None
     simulators = (search.trials.simulators.simulator(c.pipeline, c.configs, OPTIONS) for c in (one, all_))
-    peaks = [step_of(search.trials.simulators, one.pipeline, simulator).fullest.activations for simulator in simulators]
+    peaks = [step_of(search.trials.simulators, simulator).fullest.activations for simulator in simulators]
     assert peaks[0] < peaks[1] / 2
 
 

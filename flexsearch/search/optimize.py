@@ -234,7 +234,7 @@ class _Run:
         self._schedule = ClimbSchedule(
             order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs,
             self._alternatives,
-        )
+        )  # fmt: skip
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
         workers = Workers(self.climber, setup, processes - 1, self._schedule.plan, self._look)

@@ -52,7 +52,7 @@ def search_weight_gradients(
     divided = with_weight_gradients(graph, names)
     own = Costs(divided, topology, costs.profile)
     climber = Climber(divided, topology, own, options, seed, parse_pins(pins, divided, topology))
-    best, made, interrupted = _climb(climber, _starts(graph, divided, result), began, budget_s, proposals)
+    best, made, interrupted = _climb(climber, _starts(divided, result), began, budget_s, proposals)
     if interrupted:
         result = replace(result, stopped="interrupted")
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
@@ -81,7 +81,7 @@ def search_weight_gradients(
     )  # fmt: skip
 
 
-def _starts(graph: OperatorGraph, divided: OperatorGraph, result: SearchResult) -> list[Configs]:
+def _starts(divided: OperatorGraph, result: SearchResult) -> list[Configs]:
     """The answer and the baselines, each with gradients of weights split as the rest, and whole on every device."""
     plans = [result.strategy, *(outcome.strategy for outcome in result.baselines.values())]
     starts: list[Configs] = []

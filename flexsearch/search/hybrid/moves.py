@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Final, get_args
 
 from flexsearch.search.hybrid.cuts import Cuts
@@ -36,7 +37,7 @@ def moved_borders(cuts: Cuts, first: First) -> Iterator[First]:
                 yield tuple(sorted({*first, place} - {border}))
 
 
-def moved_devices(cuts: Cuts, layout: Layout, first: First) -> Iterator[tuple[Layout, First]]:
+def moved_devices(layout: Layout, first: First) -> Iterator[tuple[Layout, First]]:
     """One group of devices more for a rank, one less for its neighbour."""
     if layout.chunks > 1:
         return
@@ -96,9 +97,8 @@ class Moves:
             yield Key(other, options, first if alike else ())
         for new in moved_borders(self.cuts, first):
             yield Key(layout, options, new)
-        for moves in (moved_devices, split_and_joined):
-            for wide, new in moves(self.cuts, layout, first):
-                yield Key(wide, options, new)
+        for wide, new in chain(moved_devices(layout, first), split_and_joined(self.cuts, layout, first)):
+            yield Key(wide, options, new)
 
     def _blocks(self, layout: Layout, options: Options) -> Iterator[int | tuple[int, ...]]:
         """How many blocks may be computed again: a part of each stage's; or all of the first stages, which keep more

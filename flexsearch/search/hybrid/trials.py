@@ -174,7 +174,7 @@ class Trials:
         simulator = next((s for kept, s in self.kept.values() if kept == candidate), None)
         if simulator is None:
             simulator = self.simulators.simulator(candidate.pipeline, candidate.configs, candidate.options)
-        return step_of(self.simulators, candidate.pipeline, simulator)
+        return step_of(self.simulators, simulator)
 
 
 def share_used(simulator: DeltaSimulator) -> float:
