@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Final, get_args
+from typing import get_args
 
+from flexsearch.search.hybrid.constants import QUARTERS, REACH
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout, neighbours
@@ -18,10 +19,6 @@ First = tuple[int, ...]
 """First operator of each stage."""
 
 
-QUARTERS: Final = 4
-"""Stages that compute blocks again may do so with every fourth part of them. Taken."""
-REACH: Final = 2
-"""A border of a long graph moves by so many places at most. Taken."""
 
 
 def moved_borders(cuts: Cuts, first: First) -> Iterator[First]:

@@ -14,16 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.search.constants import PENALTY
+from flexsearch.search.hybrid.constants import UNKNOWN, WEIGHT
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.strategy import Options, States
 
 LEVELS: Final = 7
 """Of likeness between plans."""
-UNKNOWN: Final = 0.1
-WEIGHT: Final = 4
-"""Standard deviation of ratios, relative to their mean, before anything is simulated; it counts as much as ``WEIGHT``
-sorts. Taken."""
 SORT: Final = 2
 """The level of plans that share devices, states and order."""
 

@@ -8,13 +8,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.constants import LISTED
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.native import as_native
 from flexsearch.search.hybrid.order import listed
@@ -25,9 +26,6 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.topology import Topology
-
-LISTED: Final = 4096
-"""Most passes in one direction that list scheduling puts in order. Taken."""
 
 
 class Request(NamedTuple):
