@@ -8,15 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.constants import NARROW, SHORT
 from flexsearch.strategy.baselines import has_weights, is_heavy
-
-NARROW = (1.05, 2.0, 4.0, np.inf)
-"""A cut may let so many times as many bytes through as the narrowest one; the first of these that leaves enough cuts
-counts."""
-
-
-SHORT = 64
-"""Graphs with so few places may be cut anywhere: chains of unlike layers have few narrow ones."""
 
 
 class Cuts:

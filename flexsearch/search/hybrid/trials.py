@@ -8,13 +8,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.constants import LISTED
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.native import as_native
 from flexsearch.search.hybrid.order import listed
@@ -26,9 +27,6 @@ from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
-
-LISTED: Final = 4096
-"""Most passes in one direction that list scheduling puts in order. Taken."""
 
 
 class Request(NamedTuple):
@@ -184,7 +182,7 @@ class Trials:
         simulator = next((s for kept, s in self.kept.values() if kept == candidate), None)
         if simulator is None:
             simulator = self.simulators.simulator(candidate.pipeline, candidate.configs, candidate.options)
-        return step_of(self.simulators, candidate.pipeline, simulator)
+        return step_of(self.simulators, simulator)
 
 
 def share_used(simulator: DeltaSimulator) -> float:
