@@ -121,39 +121,42 @@ def _holders(step: Parallel, run: Callable[[], None], at: int) -> dict[str, int]
     engine = step.engine
     there = [*engine.weights.values(), *(tensor for _, tensor in engine.fixed.values())]
     names: dict[int, str] = {}
-    top: dict[int, int] = {}
+    top = Counter[str]()
+    count, operator = [0], [""]
 
     class Watched(LiveBytes):
-        """Remembers what there was when most was."""
+        """Remembers what there was when most was, and where what is there was made."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = self.peak
+            before, operator[0] = self.peak, str(func)
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if self.peak > before or not top:
-                top.clear()
-                top.update({key: nbytes for key, (_, nbytes) in self._storages.items()})
-                for key in top:
-                    names.setdefault(key, f"{count[0]} {func}")
+                note()
             return result
 
-    count = [0]
+        def _note(self, storage: torch.UntypedStorage) -> None:
+            if storage._cdata not in self._storages:  # another may have been at its place
+                names[storage._cdata] = f"made in {count[0]} by {operator[0]}"
+            super()._note(storage)
+
+    def note() -> None:
+        top.clear()
+        for key, (_, nbytes) in live._storages.items():
+            top[names[key]] += nbytes
+
     with Watched(there) as live:
 
-        def around(instruction: Instruction, action: Callable[[], None]) -> None:
+        def around(_: Instruction, action: Callable[[], None]) -> None:
             if not count[0]:
                 live.leave_out(tensor for _, tensor in engine.inputs.values())
             if count[0] <= at:
-                for key, name in _named(engine):
-                    names[key] = name
+                names.update(_named(engine))
             live.peak = live.live if count[0] == at else 1 << 60
             if count[0] == at:
-                top.clear()
-                top.update({key: nbytes for key, (_, nbytes) in live._storages.items()})
-            before = set(live._storages)
+                note()
+            operator[0] = "itself"
             action()
             live.refresh()
-            for key in set(live._storages) - before:
-                names.setdefault(key, f"made in {count[0]} {type(instruction).__name__}")
             count[0] += 1
 
         engine.around = around
@@ -161,10 +164,7 @@ def _holders(step: Parallel, run: Callable[[], None], at: int) -> dict[str, int]
             run()
         finally:
             engine.around = None
-    held = Counter[str]()
-    for key, nbytes in top.items():
-        held[names.get(key, "made here")] += nbytes
-    return dict(held.most_common())
+    return dict(top.most_common())
 
 
 def _named(engine: Engine) -> Iterable[tuple[int, str]]:

@@ -188,11 +188,10 @@ def exported(file: str, job: Job) -> Variant:
     stepper = optimizer(parts.parameters())
 
     def step() -> Tensor | None:
-        losses: list[Tensor] = []
-        schedule.step(*applied["first"](*inputs), **applied["last"](targets, losses))
+        loss: Tensor | None = applied["forward_backward"](parts, schedule, inputs, targets)
         stepper.step()
         stepper.zero_grad()
-        return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+        return loss
 
     return Variant(step)
 

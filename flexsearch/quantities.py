@@ -51,7 +51,6 @@ Share = Annotated[float, Field(ge=1e-3, le=1.0)]
 """Of a peak."""
 Elements = Annotated[float, Field(ge=0.0, le=1e6)]
 """A time over an ideal time."""
-Bytes = Annotated[int, Field(ge=0, lt=MAX_BYTES)]
 Capacity = Annotated[int, Field(ge=1, lt=MAX_BYTES)]
 """Bytes of something that cannot be empty: a memory, a bucket."""
 Size = Annotated[int, Field(ge=1, lt=MAX_SIZE)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from flexsearch.zoo.transformer import gpt2
 from tests import families
 
 STEPS = 2
+DOUBLE = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
+"""Transformers' losses cast logits with ``float()``; in float32 sums in another order differ."""
 Trained = tuple[list[float], dict[str, float]]
 """The losses on this rank, and the largest error of each weight that it has."""
 
@@ -146,17 +149,54 @@ def in_parts(graph: OperatorGraph, split: Mapping[str, str]) -> Strategy:
     return Strategy.make(graph, Topology.load("ethernet-1g:2"), configs)
 
 
+def family(name: str) -> tuple[nn.Module, families.Batch]:
+    """A Hugging Face model of four layers in float64, and a batch of which every sample has equally many targets."""
+    config = families.FAMILIES[name].options
+    layers = {key: 4 for key in ("n_layer", "num_hidden_layers", "encoder_layers") if key in config}
+    model, batch = families.build(name, draws=False, dtype=torch.float64, **layers)
+    if batch["labels"].dim() > 1:
+        batch["labels"][:, 4:] = -100
+    return model, batch
+
+
 def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of the model on one device."""
+    """Losses and weights of the model on one device, weights by all of their names."""
     model, inputs, targets, loss = build(name)
+    return _trained(model, lambda: loss(model(*inputs), targets))
+
+
+def family_alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same of a Hugging Face model."""
+    model, batch = family(name)
+    with DOUBLE:
+        return _trained(model, lambda: model(**batch)["loss"])
+
+
+def _trained(model: nn.Module, loss: Callable[[], torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for _ in range(STEPS):
-        value = loss(model(*inputs), targets)
+        value = loss()
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
-    return losses, dict(model.named_parameters())
+    return losses, dict(model.named_parameters(remove_duplicate=False))
+
+
+def train_family(name: str, text: str) -> Trained:
+    """As ``train``, of a Hugging Face model in a pipeline, with its collator's dict."""
+    file: Any = types.ModuleType("apply_plan")
+    exec(text, vars(file))
+    model, batch = family(name)
+    parts, schedule = file.apply_plan(model)
+    optimizer, losses = torch.optim.AdamW(parts.parameters(), lr=0.01, foreach=False), list[float]()
+    for _ in range(STEPS):
+        with DOUBLE:
+            value = file.forward_backward(parts, schedule, {key: file.share(x) for key, x in batch.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [] if value is None else [value.item()]
+    return losses, _errors(parts, family_alone(name)[1])
 
 
 def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:
@@ -166,7 +206,7 @@ def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:
     model, inputs, targets, loss = build(name)
     model = model.to(dtype)
     inputs = tuple(file.share(x) if not x.is_floating_point() else file.share(x).to(dtype) for x in inputs)
-    target, losses = file.share(targets), []
+    target, losses = file.share(targets), list[float]()
     schedule: Any = None
     if hasattr(file, "HELD"):
         model, schedule = file.apply_plan(model, loss)
@@ -174,17 +214,16 @@ def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:
         model = file.apply_plan(model)
     optimizer = getattr(file, "make_optimizer", _adamw)(model, torch.optim.AdamW, lr=0.01)
     for _ in range(STEPS):
-        parts: list[torch.Tensor] = []
         if schedule is not None:
-            schedule.step(*file.first(*inputs), **file.last(target, parts))
+            value = file.forward_backward(model, schedule, inputs, target)
         elif hasattr(file, "forward_backward"):
-            parts = [file.forward_backward(model, loss, inputs, target)]
+            value = file.forward_backward(model, loss, inputs, target)
         else:
-            parts = [loss(model(*inputs), target)]
-            parts[0].backward()
+            value = loss(model(*inputs), target)
+            value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses += [float(sum(p.item() for p in parts)) / len(parts)] if parts else []
+        losses += [] if value is None else [value.item()]
     return losses, _errors(model, alone(name)[1])
 
 
@@ -195,7 +234,7 @@ def _adamw(model: nn.Module, kind: type[torch.optim.AdamW], lr: float) -> torch.
 def _errors(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """By the name of each weight in the model as it was."""
     found = {}
-    parts = list(model) if isinstance(model, nn.ModuleList) else [model]
+    parts = [part.model for part in model] if isinstance(model, nn.ModuleList) else [model]
     for name, weight in (item for part in parts for item in part.named_parameters()):
         plain = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
         whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()

@@ -138,7 +138,7 @@ def extension() -> Data:
 
     rates = {name: {"s_per_byte": 1e-10, "s_per_tensor": 1e-6} for name in ("sgd", "momentum", "adam")}
     device = {"kind": "cpu", "model": cpu_model(), "threads": 1}
-    return {"format": "flexsearch.profile/1", "device": device, "torch": "2", "updates": rates}
+    return {"format": "flexsearch.profile/2", "device": device, "torch": "2", "updates": rates}
 
 
 @cache
@@ -155,7 +155,7 @@ def profile(graph: int) -> Data:
         }  # fmt: skip
     rates = {name: {"s_per_byte": 1e-10, "s_per_tensor": 1e-6} for name in ("sgd", "momentum", "adam")}
     return {
-        "format": "flexsearch.profile/1",
+        "format": "flexsearch.profile/2",
         "device": {"kind": "cuda", "model": "P100", "stands_for": ["a", "g", "Tesla P100-SXM2-16GB"]},
         "torch": "2.13.0", "entries": entries, "updates": rates,
     }  # fmt: skip

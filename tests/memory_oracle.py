@@ -15,7 +15,7 @@ from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
-from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
+from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
@@ -41,8 +41,9 @@ class Span:
 def put_together(lowered: Lowered, task: int) -> int:
     """The moment in which what a computation needs is put together: that before, if every microbatch runs the block
     there, else its own."""
-    block, kinds = lowered.tasks.identity[task].block, lowered.rows.schedule.kind
-    repeated = kinds[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER)
+    block, schedule = lowered.tasks.identity[task].block, lowered.rows.schedule
+    repeated = schedule.kind[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER)
+    repeated = repeated and schedule.once[block - 1] == 0
     return 2 * block - int(block > 0 and (repeated or lowered.stages.microbatches == 1))
 
 
@@ -426,7 +427,7 @@ class _Walk:
             sent = self.crossing.get((purpose, key, 0, device), ())
             sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
-            if sent and purpose in _OF_ACTIVATIONS and plan.staged[0].get(device):
+            if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
 
     def _arrive(
@@ -443,7 +444,11 @@ class _Walk:
                 middle = self._new(device, nbytes, "buffers", first)
                 if purpose == "synchronise" and (purpose, key, 0, device) not in self.crossing and device in born:
                     middle.cut, middle.first = first, first + 1
-                middle.until(max(self.crossing.get((purpose, key, 1, device), (first,))))
+                second = self.crossing.get((purpose, key, 1, device), ())
+                middle.until(max(second, default=first))
+                arriving = plan.staged[1].get(device, 0)
+                if purpose != "synchronise" and 0 < arriving < _sizes(plan.destination, 1).get(device, 0):
+                    middle.used_up = max(self._unpacked(purpose, key, device, t) for t in second)
                 if purpose == "synchronise" and (purpose, key, 1, device) in self.crossing:
                     self._until_added(key, middle)
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
@@ -497,6 +502,8 @@ class _Walk:
                         # A second phase may end before the block that the first one's gradients are added at.
                         self._until_added(key, buffer)
                         buffer.until(tasks[-1])
+                    elif purpose != "synchronise" and x + 1 < len(plan.phases):
+                        buffer.until(max(self.crossing.get((purpose, key, 1, device), tasks)))
                     else:
                         used = max(self._unpacked(purpose, key, device, t) for t in tasks)
                         if purpose == "synchronise":

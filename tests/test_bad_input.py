@@ -34,7 +34,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "forward": {"flops": 0.0, "nbytes": 0.0}, "backward": {"flops": 0.0, "nbytes": 0.0},
     }  # fmt: skip
     profile = {
-        "format": "flexsearch.profile/1", "device": {"kind": "cpu", "model": "one server core", "threads": 1},
+        "format": "flexsearch.profile/2", "device": {"kind": "cpu", "model": "one server core", "threads": 1},
         "torch": "2.13.0", "entries": {"some piece": entry},
     }  # fmt: skip
     Path("profile.json").write_text(json.dumps(profile))
@@ -113,7 +113,7 @@ def test_a_field_too_many(cli: Cli, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_name_of_another_format(cli: Cli, kind: str) -> None:
     edit(f"{kind}.json", lambda data: data.update(format="flexsearch.recipe/9"))
-    newest = 2 if kind in ("graph", "strategy") else 1
+    newest = 1 if kind == "topology" else 2
     refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", "flexsearch.recipe/9", f"flexsearch.{kind}/{newest}")
 
 
@@ -122,7 +122,7 @@ def test_a_file_of_another_kind(cli: Cli, kind: str) -> None:
     other = KINDS[KINDS.index(kind) - 1]
     Path(f"{kind}.json").write_bytes(Path(f"{other}.json").read_bytes())
     if kind != "strategy" or other != "strategy":
-        version = 2 if other == "strategy" else 1
+        version = 2 if other in ("strategy", "profile") else 1
         refused(cli(*COMMANDS[kind], "--json"), f"{kind}.json", f"flexsearch.{other}/{version}")
 
 

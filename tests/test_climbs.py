@@ -60,6 +60,16 @@ def test_by_the_clock_starts_have_their_turn_while_nothing_has_ended() -> None:
     assert [c.phase for c in climbs if c] == ["from start 0", "from start 1", "from start 2", "from random"]
 
 
+def test_half_of_the_proposals_ends_no_search_that_has_hardly_begun() -> None:
+    plan = schedule(1000)
+    climbs = [Climbed(k, "from random", (), Evaluation(2.0, 0.0), 300) for k in range(3)]
+    for least, count in ((0, 2), (600, 2), (601, 3), (10_000, 3)):
+        plan.least = least
+        assert len(plan.within(climbs)[0]) == count
+    climbs[0] = Climbed(0, "from start 0", plan.best.configs, plan.best.evaluation, 300, optimal=True)
+    assert len(plan.within(climbs)[0]) == 2  # nothing is missing
+
+
 def test_on_many_devices_the_second_climb_splits_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimize.Workers, "work", lambda self: None)
 

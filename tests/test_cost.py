@@ -397,7 +397,7 @@ def test_malformed_profiles_name_the_field(tmp_path: Path, change: object, messa
 
 
 def test_a_truncated_profile_is_an_error_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "p.json").write_text('{"format": "flexsearch.profile/1", "dev')
+    (tmp_path / "p.json").write_text('{"format": "flexsearch.profile/2", "dev')
     with pytest.raises(FileFormatError, match="cut off"):
         Profile.load(tmp_path / "p.json")
 

@@ -17,8 +17,10 @@ from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
+from tests.conftest import Cli
 from tests.pipelines import equal
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
@@ -73,3 +75,20 @@ def test_a_layout_is_simulated_without_a_search() -> None:
     pipeline, step = simulate_layout(graph, cluster, Layout(2, 1, 2, 4), Options(optimizer="adam"))
     assert (pipeline.replicas, pipeline.devices, pipeline.microbatches) == (2, ((0,), (1,)), 4)
     assert step.makespan_s > 0.0 and step.devices == 4 and not step.missing
+
+
+def test_the_first_answer_of_the_readme_is_what_the_command_prints(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line, but for what the clock says: a budget in proposals gives the same plan everywhere."""
+    pattern = r"`flexsearch (optimize [^`]* -b \d+)` prints[^\n]*\n\n((?:    [^\n]*\n|\n)+)"
+    found = re.search(pattern, README.read_text())
+    assert found
+    monkeypatch.setenv("COLUMNS", "84")
+    ran = cli(*found[1].split())
+    assert ran.code == 0, ran.err
+    printed = [untimed(text) for text in (ran.out, re.sub(r"(?m)^    ", "", found[2]))]
+    assert printed[0] == printed[1]
+
+
+def untimed(text: str) -> list[str]:
+    """Words of a text, without how long it took."""
+    return re.sub(r"proposals in [\d.]+ s \([\d,]+/s\)", "proposals", " ".join(text.split())).split()

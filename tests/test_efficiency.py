@@ -101,6 +101,23 @@ def test_a_product_takes_longer_the_smaller_its_sides() -> None:
     assert backward / forward == pytest.approx(2.0, rel=0.05)  # two products of these sizes, and the sum of a bias
 
 
+def test_attention_without_a_causal_mask_takes_twice_as_long() -> None:
+    """Kernels skip what a causal mask hides, and figures are of causal attention counted as full work."""
+    times = []
+    for causal in (True, False):
+
+        class Attends(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=causal)  # noqa: B023
+
+        x = torch.randn(2, 8, 16, requires_grad=True)
+        graph = with_precision(import_model(Attends(), (x,), lambda y: y.sum()), "bf16")
+        (i,) = (i for i, op in enumerate(graph.operators) if op.kind == "attention")
+        op, costs = graph.operators[i], Costs(graph, machine())
+        times.append(costs.of_extents(i, [tuple(op.sizes[axis] for axis in op.access.axes)], 0)[0, 0])
+    assert times[1] == pytest.approx(2 * times[0])
+
+
 def test_attention_has_shares_of_its_own() -> None:
     forward, backward = seconds(machine(), "attention")
     assert backward / forward == pytest.approx(2.5 * 0.5 / 0.25, rel=1e-3)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,18 @@ from flexsearch.strategy.native import native_plan
 from flexsearch.topology import Topology
 from tests import families
 from tests.conftest import Cli
-from tests.exported import alone, build, family_gradients, in_parts, layout, train
+from tests.exported import (
+    Trained,
+    alone,
+    build,
+    family,
+    family_alone,
+    family_gradients,
+    in_parts,
+    layout,
+    train,
+    train_family,
+)
 from tests.ranks import pool
 
 LLAMA = ("layers.1.input_norm", "layers.2.input_norm", "layers.3.input_norm")
@@ -69,6 +81,14 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "llama", layout(llama, 1, 1, LLAMA, ranks=4, schedule="zero-bubble", microbatches=4),
             ("ScheduleInterleavedZeroBubble(",),
         ),
+        "pipeline x data, tied weights": (
+            "gpt2", layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2, microbatches=2, states=States.WEIGHTS),
+            ("add_tied(parts)",),
+        ),
+        "pipeline x data, a border inside a block": (
+            "gpt2", layout(graph("gpt2"), 2, 1, ["blocks.1.ln2"], ranks=2, microbatches=2),
+            ('["blocks.0", "blocks.1.attn"]',),
+        ),
         "pipeline x data, modules called by name": (
             "by name", layout(graph("by name"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2), ("Schedule1F1B(",),
         ),
@@ -89,8 +109,7 @@ def test_exported_files_give_the_losses_and_weights_of_one_device() -> None:
         assert len(told) == plan.data, what  # each replica has its own samples
         means = [sum(column) / plan.data for column in zip(*told.values(), strict=True)]
         assert means == pytest.approx(losses, rel=1e-9), what
-        assert {key for _, errors in answers for key in errors} == weights.keys(), what
-        assert max(error for _, errors in answers for error in errors.values()) < 1e-9, what
+        _check_weights(answers, weights, what)
 
 
 def test_an_exported_file_in_bf16_trains_near_the_model() -> None:
@@ -112,6 +131,62 @@ def test_layers_that_keep_keys_for_later_tokens_are_computed_again_once() -> Non
         net(**batch)["loss"].backward()
     for (name, expected), found in zip(model.named_parameters(), parallel.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, msg=name)
+
+
+@cache
+def graph_of_family(name: str) -> OperatorGraph:
+    return import_model(*family(name), name=name)
+
+
+def stages_of(name: str, *first: int) -> list[str]:
+    """The first operators of layers of a Hugging Face model."""
+    operators = graph_of_family(name).operators
+    layer = r"(.*\.)?(layers?|h|blocks?)"
+    return [next(op.name for op in operators if re.fullmatch(rf"{layer}\.{k}(\..*)?", op.module)) for k in first]
+
+
+DATA: dict[str, Any] = {"data": 2, "first": (2,), "ranks": 2, "microbatches": 2}
+RANKS: dict[str, Any] = {"data": 1, "first": (1, 2, 3), "ranks": 4, "microbatches": 4}
+ROUNDS: dict[str, Any] = {"first": (1, 2, 3), "ranks": 2, "schedule": "interleaved-1f1b", "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("llama", {**DATA, "options": FULL, "states": States.WEIGHTS}),
+        ("llama", {**RANKS, "schedule": "zero-bubble"}),
+        ("llama", {**ROUNDS, "data": 1, "tensor": 2, "microbatches": 4}),
+        ("mistral", DATA),  # masks of a window
+        ("qwen2", {**RANKS, "schedule": "gpipe", "options": FULL}),
+        ("qwen3", {**ROUNDS, "data": 2, "options": FULL}),
+        ("gemma3", DATA),  # two masks, two rotary tables, tied weights
+        ("gpt2", {**DATA, "states": States.WEIGHTS}),  # tied weights in the first and the last stage, in shards
+        ("gpt2", {**RANKS, "schedule": "zero-bubble", "options": FULL}),
+        ("opt", {**ROUNDS, "data": 2}),  # positions from the mask
+        ("opt", {**DATA, "data": 1, "tensor": 2}),
+        ("bert", RANKS),
+        ("bert_classifier", {**ROUNDS, "data": 2}),
+        ("bert_classifier", {**RANKS, "schedule": "gpipe"}),
+        ("vit", {**DATA, "options": FULL}),
+        ("vit", {**RANKS, "schedule": "zero-bubble"}),
+    ],
+)
+def test_pipelines_of_hugging_face_models_train_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
+    more = {key: value for key, value in plan.items() if key not in ("data", "tensor", "first")}
+    borders = stages_of(name, *plan["first"])
+    strategy = layout(graph_of_family(name), plan["data"], plan.get("tensor", 1), borders, **more)
+    losses, weights = family_alone(name)
+    answers = pool(4).run(train_family, name, torch_file(strategy, graph_of_family(name)))
+    told = [found for found, _ in answers if found]
+    assert len(told) == plan["data"] * plan.get("tensor", 1)  # where the last stage is
+    assert [sum(column) / len(told) for column in zip(*told, strict=True)] == pytest.approx(losses, rel=1e-9)
+    _check_weights(answers, weights, name)
+
+
+def _check_weights(answers: list[Trained], weights: Mapping[str, torch.Tensor], what: str) -> None:
+    """The ranks have all weights, which may have several names, and have trained them as one device does."""
+    assert {id(weights[key]) for _, errors in answers for key in errors} == set(map(id, weights.values())), what
+    assert max(error for _, errors in answers for error in errors.values()) < 1e-9, what
 
 
 ATTENTION = {r".*\.[qkv]_proj": "o", r".*\.(o|out)_proj": "i"}
@@ -157,7 +232,7 @@ def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tenso
 
 def test_a_rank_of_a_pipeline_says_that_a_module_returns_more_than_a_tensor() -> None:
     plan = layout(graph("tuples"), 1, 1, ["blocks.2.layer"], ranks=2, microbatches=2, topology="ethernet-1g-2")
-    with pytest.raises(AssertionError, match="Block returns a tuple; in a pipeline make it return one tensor"):
+    with pytest.raises(AssertionError, match=r"blocks\.0 returns a tuple; in a pipeline make it return one tensor"):
         pool(2).run(train, "tuples", torch_file(plan, graph("tuples")))
 
 
@@ -172,8 +247,10 @@ def test_a_rank_of_a_pipeline_says_that_a_module_returns_more_than_a_tensor() ->
         (lambda: baseline("one-weird-trick", graph("lenet"), CLUSTER), "has 1 shares of the samples, 'conv1' has 4"),
         (lambda: layout(graph("llama"), 4, options=Options(recompute="attention")), "recompute: attention"),
         (lambda: layout(graph("llama"), 2, 2, states=States.OPTIMIZER), "states: optimizer"),
-        (lambda: layout(graph("lenet"), 2, 1, ["relu_2"], ranks=2), "'relu' is computed by the model itself"),
-        (lambda: layout(graph("gpt2"), 2, 1, ["blocks.1.ln1"], ranks=2), "'add' is computed by the model itself"),
+        (
+            lambda: layout(graph("lenet"), 2, 1, ["relu_2"], ranks=2),
+            "'relu' is computed by the model itself from 'conv1', of shape (16, 6, 28, 28); in stage 1,",
+        ),
         (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
         (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
         (lambda: layout(graph("scaled"), 4, states=States.WEIGHTS), "parameter 'scale' is a scalar"),
@@ -201,6 +278,30 @@ def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
     graph = import_model(model, batch, name="mixtral")
     with pytest.raises(StrategyError, match=r"is a part of 'model.layers.0.mlp.gate', which is no nn.Linear: it comp"):
         torch_file(in_parts(graph, {r".*\.mlp\.gate": "o"}), graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "says"),
+    [
+        ("t5", "encoder.block.1", "module 'encoder.block.0' hands on"),  # its table of positions serves all blocks
+        ("t5", "decoder.block.1", "module 'decoder.block.0' hands on"),
+        ("bart", "model.decoder.layers.1", "from 'model.decoder.embed_tokens.mul', of shape (4, 6, 16); in stage 1,"),
+        ("albert", "albert.encoder", "which is in several stages; each rank of PyTorch's pipeline would train weights"),
+    ],
+)
+def test_pipelines_that_models_of_hugging_face_do_not_allow_are_refused(name: str, first: str, says: str) -> None:
+    operators = [op for op in graph_of_family(name).operators if f"{op.module}.".startswith(f"{first}.")]
+    border = operators[len(operators) // 2 if name == "albert" else 0].name
+    plan = layout(graph_of_family(name), 2, 1, [border], ranks=2, microbatches=2)
+    with pytest.raises(StrategyError, match=re.escape(says)):
+        torch_file(plan, graph_of_family(name))
+
+
+def test_tied_weights_of_two_stages_on_one_rank_are_refused() -> None:
+    borders = stages_of("gpt2", 1, 2, 3)
+    plan = layout(graph_of_family("gpt2"), 2, 1, borders, ranks=2, schedule="zero-bubble-v", microbatches=2)
+    with pytest.raises(StrategyError, match=r"0, 3 are on one rank, and several of them read 'transformer.wte.weight'"):
+        torch_file(plan, graph_of_family("gpt2"))
 
 
 class Borrowing(nn.Module):
@@ -276,12 +377,28 @@ def test_a_native_search_over_layouts_answers_with_a_plan_that_is_exported() -> 
         assert configs["loss.cross_entropy"].parts <= 1 or candidate.layout.tensor == 1  # each rank has whole logits
 
 
-def test_where_no_native_layout_can_be_planned_the_answer_names_the_search_that_finds_a_plan(cli: Cli) -> None:
-    """Replicas on devices that are linked directly are planned in one stage alone."""
-    model, batch = families.build("llama", draws=False)
-    import_model(model, batch, name="llama").save("llama.json")
+def test_on_devices_that_are_linked_directly_pipelines_of_hugging_face_models_are_found(cli: Cli) -> None:
+    """There replicas are planned in one stage alone, so pipelines are all that layouts have to offer."""
+    graph_of_family("llama").save("llama.json")
+    ran = cli("optimize", "llama.json", "-t", "p100:1", "--space", "native-layouts", "-b", "4s")
+    assert ran.code == 0, ran.err
+    assert cli("export", "strategy.json", "--graph", "llama.json", "-o", "apply_plan.py").code == 0
+    assert "PipelineStage" in Path("apply_plan.py").read_text()
+
+
+def test_where_no_native_layout_can_be_planned_the_answer_says_why_and_names_the_search_that_finds_a_plan(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*plan: object) -> None:
+        raise StrategyError("stages: module 'model.layers.0' hands on two tensors")
+
+    monkeypatch.setattr("flexsearch.search.hybrid.trials.as_native", refuse)
+    graph_of_family("llama").save("llama.json")
     ran = cli("optimize", "llama.json", "-t", "p100:1", "--space", "native-layouts", "-b", "1s")
-    assert ran.code == 2 and "Search with --space native," in " ".join(ran.err.split())
+    said = " ".join(ran.err.split())
+    assert ran.code == 2 and "Search with --space native," in said
+    assert "; a pipeline: stages: module 'model.layers.0' hands on two tensors" in said, said
+    assert "; replicas: " in said, said
     assert cli("optimize", "llama.json", "-t", "p100:1", "--space", "native", "-b", "40").code == 0
     assert cli("export", "strategy.json", "--graph", "llama.json", "-o", "apply_plan.py").code == 0
 

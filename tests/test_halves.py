@@ -49,6 +49,22 @@ def test_a_weight_that_two_calls_read_belongs_to_the_layers_of_both() -> None:
     assert layers_of((_call((1, 1), 5),), WEIGHTS) == (Layer((5,), ((0, 1),)),)
 
 
+def test_a_result_that_is_made_of_another_adds_nothing_to_that_ones_gradient() -> None:
+    """As the two states of an LSTM cell: the second half goes from the one to the other by itself."""
+
+    def cell(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        state = x * weight
+        return state.sin(), state
+
+    calls = Call(cell, (0, 1), (2, 3)), Call(torch.mul, (2, 3), (4,))
+    x, y = torch.tensor(3.0), torch.tensor(4.0, requires_grad=True)
+    total, *rest = body_of(calls, 2, (4,), None, edges=(2, 3), weights=((0, 1),))(x, y)
+    results, weight = rest[:2], rest[2]
+    between = torch.autograd.grad(total, results, retain_graph=True)
+    (gradient,) = torch.autograd.grad(results, [weight], between, retain_graph=True)
+    torch.testing.assert_close(gradient, x * (torch.sin(x * y) + x * y * torch.cos(x * y)).detach())
+
+
 def test_what_only_the_first_half_needs_can_be_let_go_of() -> None:
     calls = Call(torch.mul, (0, 1), (2,)), Call(torch.sin, (2,), (3,))
     x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(4.0)

@@ -818,6 +818,101 @@ def test_mistakes_are_explained() -> None:
         import_model(Fn(lambda w: w.sum(), (2,)), ())
 
 
+def test_a_parameter_outside_of_the_model_is_refused_where_it_would_be_trained() -> None:
+    """A graph would have it as a constant: it would get no gradient."""
+    linear, outside, x = nn.Linear(8, 3), nn.Linear(3, 2), torch.ones(4, 8)
+    weight = linear.weight
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(8, 3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x).sum()
+
+    def frozen(y: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = outside(y).square().mean()
+        return (y * scale + outside.weight.detach().sum()).sum() + linear.weight.square().sum()
+
+    for model, loss in (
+        (linear, lambda y: outside(y).sum()), (linear, lambda y: y.sum() + weight.square().sum()), (Hidden(), None),
+    ):  # fmt: skip
+        with pytest.raises(ImportModelError, match=r"a parameter of shape .* is read that is none"):
+            import_model(model, x, loss)
+    graph = import_model(linear, x, frozen)
+    assert len(graph.of_kind("parameter")) == 2 and len(graph.consumers["weight"]) == 2
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    def hooked(which: Callable[[nn.Sequential], Any]) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 3), nn.ReLU())
+        which(model)
+        return model
+
+    x = torch.ones(4, 8)
+    for where, model in {
+        "parameter '0.weight' has a hook": hooked(lambda m: m[0].weight.register_hook(lambda g: g * 2)),
+        "parameter '0.bias' has": hooked(lambda m: m[0].bias.register_post_accumulate_grad_hook(lambda p: None)),
+        "layer '1' has a backward": hooked(lambda m: m[1].register_full_backward_hook(lambda m, i, o: None)),
+        "the model has a backward": hooked(lambda m: m.register_full_backward_pre_hook(lambda m, o: None)),
+        "gradient of an activation": Fn(lambda x, w: ((x * w), (x * w).register_hook(lambda g: g))[0].sum(), (8,)),
+    }.items():
+        with pytest.raises(ImportModelError, match=where):
+            import_model(model, x, (lambda y: y.sum()) if isinstance(model, nn.Sequential) else None)
+    forward = hooked(lambda m: m[1].register_forward_hook(lambda m, i, o: o * 2))
+    assert len(import_model(forward, x, lambda y: y.sum()).operators) == 4
+
+
+def test_a_number_that_each_call_changes_is_refused_where_the_model_computes_with_it() -> None:
+    class Counting(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            self.linear, self.calls, self.reads = nn.Linear(8, 3), 0, reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return (self.linear(x) * (self.calls / 10 if self.reads else 2)).sum()
+
+    with pytest.raises(ImportModelError, match=r"'calls', a number that each call changes.*register_buffer\('calls'"):
+        import_model(Counting(reads=True), torch.ones(4, 8))
+    model = Counting(reads=False)
+    assert len(import_model(model, torch.ones(4, 8)).operators) == 3
+    assert model.calls == 0
+
+
+def test_a_weight_that_is_changed_behind_autograds_back_is_refused_in_words() -> None:
+    with pytest.raises(ImportModelError, match=r"uses values in a way that no trace follows.*\.data"):
+        import_model(Fn(lambda x, w: (w.data.clamp_(-1, 1), (x * w).sum())[1], (8,)), torch.ones(4, 8))
+
+
+class Steps(nn.Module):
+    """Divides by the number of its calls, and keeps something that no step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("latest", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        y = self.linear(x) / self.calls
+        self.latest.copy_(y.detach().amax(0))
+        return y.sum()
+
+
+def test_buffers_that_a_step_changes_are_read_by_an_operator_and_so_stored() -> None:
+    """A counter that nothing reads needs no operator; one that is read is a buffer like others."""
+    graph = import_model(Steps(), torch.ones(4, 8))
+    assert not graph.counters and sorted(graph.buffer_updates) == ["calls", "latest"]
+    assert all(graph.consumers[buffer] for buffer in graph.buffer_updates)
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3))
+    graph = import_model(spectral, torch.ones(4, 8), lambda y: y.sum())
+    assert len(graph.buffer_updates) == 2 and all(graph.consumers[buffer] for buffer in graph.buffer_updates)
+
+
 def test_arguments_may_be_named_or_nested() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -26,7 +26,7 @@ FLOOR = {
     "simulate": 3, "proof": 3,
     "search": 4, "runtime": 4, "report": 4, "measure": 4,
     "calibrating": 5, "converging": 5, "explaining": 5, "changing": 5, "fitting": 5, "grids": 5, "planning": 5,
-    "scaling": 5, "spaces": 5, "tracing": 5, "api": 5, "setting": 5, "cli": 5, "": 5,
+    "scaling": 5, "spaces": 5, "tracing": 5, "api": 5, "setting": 5, "cli": 5, "__main__": 5, "": 5,
 }  # fmt: skip
 """Floor of each package and top-level module. The zoo is plain torch that anything may build on; "" is
 ``flexsearch/__init__.py``, which hands on what lies below."""
@@ -35,9 +35,10 @@ WITH_TORCH = (
     "backward", "clocks", "directions", "experts", "saved",
     "graph.assemble", "graph.blocks", "graph.checks", "graph.decompose", "graph.experts", "graph.export",
     "graph.fingerprint", "graph.flex", "graph.fold", "graph.huggingface", "graph.imported", "graph.importer",
-    "graph.loading", "graph.losses", "graph.operands", "graph.prepare", "graph.regions", "graph.repeats",
-    "graph.sizes", "graph.stand_ins", "graph.walk", "graph.ops.attention_blocks", "graph.ops.attention_narrow",
-    "graph.ops.halves", "graph.ops.loss_functions", "graph.ops.norm_functions", "measure", "runtime", "zoo",
+    "graph.loading", "graph.losses", "graph.operands", "graph.prepare", "graph.refusals", "graph.regions",
+    "graph.repeats", "graph.sizes", "graph.stand_ins", "graph.walk", "graph.ops.attention_blocks",
+    "graph.ops.attention_narrow", "graph.ops.halves", "graph.ops.loss_functions", "graph.ops.norm_functions",
+    "measure", "runtime", "zoo",
 )  # fmt: skip
 """Modules that may import torch when they are imported (and those whose names begin so)."""
 WHEN_CALLED = "graph.ops"

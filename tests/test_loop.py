@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flexsearch
 from flexsearch.cost import Costs
-from flexsearch.errors import RuntimeFailure
+from flexsearch.errors import RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
@@ -232,6 +232,44 @@ def test_gradients_add_up_until_they_are_zeroed(name: str) -> None:
         assert_close(model.state_dict(), state)
 
 
+def _with_penalty(net: Net) -> Callable[[Any, Tensor], Tensor]:
+    """A loss that reads the weights of the model that it closes over."""
+
+    def penalised(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return loss(output, target)["loss"] + net.first.weight.square().sum() + net.norm.running_mean.abs().sum()
+
+    return penalised
+
+
+def _penalised(file: str) -> tuple[list[float], dict[str, Tensor]]:
+    net = Net()
+    step = parallelize(net, read(file), loss=_with_penalty(net))
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.05)
+    losses = []
+    for number, samples in enumerate(SIZES):
+        losses.append(step(batch(samples, number), samples=samples).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, step.state_dict()
+
+
+def test_a_loss_that_reads_the_models_weights_reads_todays_in_smaller_batches_too() -> None:
+    net, losses = Net(), []
+    penalised, optimizer = _with_penalty(net), torch.optim.SGD(net.parameters(), lr=0.05)
+    graph = import_model(net, batch(), penalised)
+    file = baseline("data-parallel", graph, Topology.load("ethernet-1g:2")).to_file().model_dump_json()
+    for number, samples in enumerate(SIZES):
+        x, target = batch(samples, number)
+        value = penalised(net(x), target)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    for found, state in pool(2).run(_penalised, file):
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert_close(net.state_dict(), state)
+
+
 def _predicted(file: str, traced: Imported) -> tuple[list[Any], tuple[int, int], dict[str, Tensor]]:
     """In training, in evaluation, of a smaller batch; and of this rank's samples."""
     step = stepped(file, traced)
@@ -341,6 +379,55 @@ def test_regions_that_a_plan_cannot_honour_are_refused_with_the_remedy() -> None
     [(grad, inference, autocast, no_optimizer)] = pool(1).run(_refused, plan("single", 1))
     assert "step.evaluating()" in grad and "step.evaluating()" in inference
     assert "precision='bf16'" in autocast and "parallelize(optimizer=...)" in no_optimizer
+
+
+class Switched(nn.Module):
+    """Takes nested tensors, a number and a switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3).double()
+
+    def forward(self, x: dict[str, Tensor], scale: float, doubled: bool = False) -> Tensor:
+        y = self.linear(x["a"] - 2 * x["b"]) * scale
+        return 2 * y if doubled else y
+
+
+def _passed() -> tuple[list[float], list[str]]:
+    torch.manual_seed(0)
+    model, (a, _), (b, _) = Switched(), batch(), batch(seed=1)
+    inputs = {"a": a, "b": b}, 2.0, True
+    file = baseline("single", import_model(model, inputs, torch.mean), ONE_RANK)
+    losses, errors = [model(*inputs).mean().item()], []
+    other_order = {"b": b, "a": a}, 2.0, True
+    losses += [parallelize(model, file, loss=torch.mean, inputs=inputs)(x).loss.item() for x in (inputs, other_order)]
+    for other in (({"a": a, "b": b}, 3.0, True), ({"a": a, "b": b}, 2.0, False)):
+        with pytest.raises(RuntimeFailure) as error:
+            parallelize(model, file, loss=torch.mean, inputs=inputs)(other)
+        errors.append(str(error.value))
+    for samples in (0, 2.5):
+        with pytest.raises(RuntimeFailure) as error:
+            parallelize(model, file, loss=torch.mean, inputs=inputs)(inputs, samples=samples)  # type: ignore[arg-type]
+        errors.append(str(error.value))
+    for make in (torch.optim.SGD(model.parameters()), lambda weights: None):
+        with pytest.raises(RuntimeFailure) as error:
+            parallelize(model, file, loss=torch.mean, inputs=inputs, optimizer=make)  # type: ignore[arg-type]
+        errors.append(str(error.value))
+    with pytest.raises(RuntimeFailure) as error:
+        parallelize(model, file, loss=torch.mean, inputs=inputs).trace(inputs, steps=0)
+    errors.append(str(error.value))
+    with pytest.raises(StrategyError, match=r"Strategy\.load"):
+        parallelize(model, "plan.json", loss=torch.mean)  # type: ignore[arg-type]
+    return losses, errors
+
+
+def test_what_a_plan_would_not_heed_is_refused() -> None:
+    """Values in a batch that are no tensors, an empty batch, an optimizer that is none. Dictionaries have no order."""
+    [(losses, errors)] = pool(1).run(_passed)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    words = ("got 3.0", "got False", "batch of 0", "batch of 2.5", "not a SGD", "returned None", "trace of 0")
+    for error, word in zip(errors, words, strict=True):
+        assert word in error
 
 
 def _wrapped(file: str) -> float:

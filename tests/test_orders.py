@@ -86,7 +86,7 @@ def test_list_scheduling_pays_where_stages_are_uneven_and_the_file_keeps_its_ord
     loaded = Strategy.load(tmp_path / "plan.json")
     assert loaded == strategy
     step = Setting.of(graph, topology).step(loaded)
-    assert step == step_of(simulators, order, simulators.simulator(order, configs, Options()))
+    assert step == step_of(simulators, simulators.simulator(order, configs, Options()))
     assert step.makespan_s == seconds(order)
 
 

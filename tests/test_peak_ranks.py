@@ -98,7 +98,9 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("decoder", 10, 0),  # gradients in several layouts, received and added up
         ("decoder", 12, 0),  # halves of a backward pass that keep parts of values
         ("decoder", 9, 3),  # gradients of parts of a value, added in the memory of their sum
+        ("decoder", 14, 4),  # two phases, of the first of which a part stays
         ("mlp", 16, 0),  # weights gathered far ahead
+        ("mlp", 2, 2),  # weights gathered again for each microbatch
         ("mlp", 18, 0),  # gradients kept in parts beside gradients that are kept whole
         ("mlp", 10, 3),  # a large gradient and a small one that go in one bucket
         ("images", 0, 0),  # the last bucket of a microbatch
@@ -198,6 +200,21 @@ def test_values_with_fewer_features_are_kept_as_they_are() -> None:
     assert live.live < out.nbytes + q.nbytes  # the output and a number for each row of scores, no zeros
     (expected,) = torch.autograd.grad(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), v)
     assert torch.allclose(torch.autograd.grad(out.sum(), v)[0], expected, atol=1e-6)
+
+
+def test_zeros_behind_values_are_there_for_a_part_of_the_samples_at_a_time() -> None:
+    q, k, v = (torch.randn(8, 8, 64, features, requires_grad=True) for features in (64, 64, 32))
+    mask = torch.randn(8, 1, 64, 64)
+    out = narrow_attention(q, k, v, mask)
+    assert torch.allclose(out, nn.functional.scaled_dot_product_attention(q, k, v, mask), atol=1e-5)
+    expected = torch.autograd.grad(nn.functional.scaled_dot_product_attention(q, k, v, mask).sum(), (q, k, v))
+    with LiveBytes((q, k, v, out)) as live:
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert live.peak < 1.4 * sum(x.nbytes for x in gradients)  # zeros behind all values would take as much again
+    for got, whole in zip(gradients, expected, strict=True):
+        assert torch.allclose(got, whole, atol=1e-5)
+    one = narrow_attention(q[:1], k[:1], v[:1], mask[:1])  # of one sample the heads
+    assert torch.allclose(one, out[:1], atol=1e-5)
 
 
 def test_cross_entropy_makes_one_gradient_as_large_as_the_scores() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks import netns
@@ -216,6 +217,14 @@ def test_main_without_torchrun_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 def _probe() -> str:
     probing.QUICK = TINY
     return probing.probe(quick=True).model_dump_json()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")
+def test_nccl_without_cuda_devices_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeFailure, match="nccl connects CUDA devices, and PyTorch sees none here"):
+        probing.main_from_env(None, backend="nccl")
 
 
 def test_local_ranks(tmp_path: object) -> None:

@@ -310,6 +310,25 @@ def test_a_rate_is_that_of_large_vectors_and_the_start_what_a_small_one_takes_be
     assert times == pytest.approx([6e-6, 6e-6, 7e-6, 8e-6, 8e-6])
 
 
+def test_files_in_the_first_format_count_attention_without_a_causal_mask_once(tmp_path: Path) -> None:
+    device, work = {"kind": "cpu", "model": "old"}, {"flops": 100.0, "nbytes": 10.0}
+    entry = {"dtype": "float32", "forward_s": 1e-3, "backward_s": 2e-3, "repeats": 3, "forward": work, "backward": work}
+    key = 'attention b h q E, b h K E, b h K v -> b h q v | {"causal":CAUSAL} | f32 f32 f32 f32 | b=1'
+    entries = {
+        key.replace("CAUSAL", "true"): {"kind": "attention", **entry},
+        key.replace("CAUSAL", "false"): {"kind": "attention", **entry},
+        "linear b i, o i -> b o | f32 f32 f32 | b=1": {"kind": "linear", **entry},
+    }
+    old = {"format": "flexsearch.profile/1", "device": device, "torch": "2", "entries": entries}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    read = Profile.load(tmp_path / "old.json")
+    assert read.format == "flexsearch.profile/2"
+    flops = [(e.forward.flops, e.backward.flops) for e in read.entries.values()]
+    assert flops == [(100.0, 100.0), (200.0, 200.0), (100.0, 100.0)]
+    read.save(tmp_path / "new.json")
+    assert Profile.load(tmp_path / "new.json") == read
+
+
 def test_files_without_rates_of_recipes_are_read_and_extended(tmp_path: Path) -> None:
     device = {"kind": "cpu", "model": "old"}
     (tmp_path / "old.json").write_text(json.dumps({"format": "flexsearch.profile/1", "device": device, "torch": "2"}))

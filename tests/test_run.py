@@ -448,7 +448,7 @@ def test_verify_takes_the_plan_that_is_fastest_as_measured(cli: Cli, monkeypatch
 
 def test_the_command_that_runs_a_plan_names_the_model_that_was_given(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "flexsearch.runtime.launch.call", lambda target, arguments, count: [1.0 for _ in arguments["plans"]]
+        "flexsearch.runtime.launch.call", lambda target, arguments, count: [1.0 for _ in arguments.get("plans", ())]
     )
     OperatorGraph.load("lenet").save("mine.json")
     given = ("--model", SPEC, *(x for key, value in SIZES.items() for x in ("--set", f"{key}={value}")))
@@ -532,6 +532,35 @@ def test_without_its_network_a_cluster_teaches_nothing(cli: Cli, monkeypatch: py
     words = " ".join(cli(*command, "--verify", "1").out.split())
     assert "p.json learned nothing: the processes ran without the network of ethernet-1g:2." in words
     assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("flexsearch.zoo:nothing", "has no 'nothing'"),
+        ("flexsearch.zoo:mlp", "gives another one"),
+        ("no_such:build", "cannot import"),
+    ],
+)
+def test_a_wrong_model_is_noticed_before_the_search(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str, says: str
+) -> None:
+    monkeypatch.setattr("flexsearch.cli.optimize._optimize", lambda *asked: pytest.fail("it searched"))
+    ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1", "--model", model)
+    assert ran.code == 2 and says in " ".join(ran.err.split()), ran.err
+    assert not Path("strategy.json").exists()
+
+
+def test_a_failed_verification_says_what_the_output_has(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(target: str, arguments: dict[str, Any], count: int) -> list[float]:
+        raise RuntimeFailure("rank 1 ended", "Look there.")
+
+    monkeypatch.setattr("flexsearch.runtime.launch.call", failing)
+    ran = cli("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--verify", "1")
+    assert ran.code == 2
+    said = " ".join(ran.err.split())
+    assert "rank 1 ended. Look there. strategy.json has the best plan as predicted; none was measured." in said
+    assert Strategy.load("strategy.json").measurement is None
 
 
 def test_verify_needs_the_model(cli: Cli) -> None:

@@ -68,3 +68,22 @@ def test_a_loss_with_a_term_of_the_weights_alone_has_no_microbatches() -> None:
                 check_sum_over_samples(graph)
         else:
             check_sum_over_samples(graph)
+
+
+class Slower(nn.Module):
+    """Divides by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.linear(x) / self.calls).square().sum()
+
+
+def test_a_buffer_that_each_step_changes_allows_no_microbatches() -> None:
+    """Each would change it, and the next one would read what it has become."""
+    with pytest.raises(NotationError, match="buffer 'calls' has a new value after each step"):
+        check_sum_over_samples(import_model(Slower(), torch.ones(4, 8)))

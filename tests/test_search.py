@@ -27,8 +27,8 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
 from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, optimize, search, simpler, workers
 from flexsearch.search.budget import Budget
-from flexsearch.search.climb import Climb, Climber
-from flexsearch.search.climbs import POLISHED
+from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.climbs import POLISHED, ClimbSchedule
 from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
 from flexsearch.search.space import Space
@@ -155,6 +155,41 @@ def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
     assert 4000 > result.proposals >= result.history[-1].proposal + 2000
     timed = search(graph, topology, Costs(graph, topology), budget_s=1.0, processes=1)
     assert "of the budget of 1 s" in timed.stopped and timed.elapsed_s < 30.0
+
+
+def test_half_of_the_time_ends_no_search_that_has_hardly_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = two_layers(), ethernet(2)
+    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run.begin(None)
+    climbed = Climbed(0, "chain", run.best.configs, run.best.evaluation, run._alternatives - 1)
+    run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
+    run._look({0: climbed}, 0)
+    monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 60.0)
+    run._look({0: climbed}, 0)
+    climbed.proposals += 1
+    with pytest.raises(optimize._Stop, match="half of the budget"):
+        run._look({0: climbed}, 0)
+    climbed.proposals, climbed.optimal = 1, True  # then nothing is missing
+    with pytest.raises(optimize._Stop, match="half of the budget"):
+        run._look({0: climbed}, 0)
+
+
+def test_a_search_names_what_it_does_after_the_climbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology, phases = cnn(batch=32, hidden=512), ethernet(4), list[str]()
+    arguments = graph, topology, Costs(graph, topology)
+    result = search(*arguments, proposals=2000, processes=1, on_phase=phases.append)
+    after = [phase for phase in phases if not phase.startswith("baselines")]
+    assert not result.baseline and list(dict.fromkeys(after)) == [
+        "making the plan simpler", "choosing the bucket size", "working out the interval", "working out the bound"
+    ]  # fmt: skip
+    phases.clear()
+
+    def interrupted(run: object, processes: int) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimize._Run, "go", interrupted)
+    search(*arguments, proposals=2000, processes=1, on_phase=phases.append)
+    assert all(phase.startswith("baselines") for phase in phases)  # what it calls may raise the interrupt again
 
 
 def test_an_interrupted_search_returns_its_best() -> None:

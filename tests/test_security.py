@@ -35,7 +35,8 @@ def test_no_command_imports_from_the_current_folder(here: Path, command: tuple[s
 
 def test_not_even_if_python_itself_looks_there(here: Path) -> None:
     hostile()
-    assert run(*SIMULATE, how=("-m", "flexsearch.cli")).code == 0
+    for module in ("flexsearch", "flexsearch.cli"):
+        assert run(*SIMULATE, how=("-m", module)).code == 0
     assert not Path("executed").exists(), Path("executed").read_text()
     # The interpreter's own start may import the others from there, before any code of ours.
     for name in set(commands.HOSTILE) - {"random", "numpy", "torch", "numba"}:

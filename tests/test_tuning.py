@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexsearch.api import compare
+from flexsearch.cli.answer import _few
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
@@ -171,6 +172,16 @@ def test_a_search_that_has_hardly_begun_says_so(cli: Cli, proposals: int, few: b
     out = " ".join(cli(*arguments).out.split())
     assert ("Only 5 proposals in" in out and "hardly better than the best start" in out) == few
     assert not (few and "found nothing" in out)
+
+
+@pytest.mark.parametrize(("share", "goes_on"), [(0.98, True), (0.992, False), (1.0, False)])
+def test_more_time_is_advised_only_where_there_is_something_to_gain(share: float, goes_on: bool) -> None:
+    graph, topology = mlp(), ethernet(2)
+    result = search(graph, topology, Costs(graph, topology), proposals=1, processes=1)
+    text = _few(replace(result, bound_s=share * result.simulation.makespan_s))
+    assert "Only 1 proposals" in text
+    assert ("Give the search more time" in text) == goes_on
+    assert ("no plan in this space is 1 % faster" in text) != goes_on
 
 
 # ---- compare --save

@@ -13,7 +13,7 @@ from flexsearch.report.uncertainty import aside_words, near
 from flexsearch.report.units import spread
 from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_links
 from tests.conftest import Cli
@@ -72,6 +72,19 @@ def test_measured_figures_make_intervals_shorter() -> None:
         halves.append(estimate.half / estimate.seconds)
         assert estimate.interval_s[0] < estimate.seconds < estimate.interval_s[1]
     assert halves[0] < 0.5 * halves[1] and halves[0] < 0.5 * halves[2]
+
+
+def test_what_no_measured_step_has_taught_is_guessed() -> None:
+    """The half-precision figures of a DGX A100 are of decoders, which have no convolutions."""
+    kinds = {}
+    for name in ("alexnet", "gpt2"):
+        here = Setting.of(OperatorGraph.load(name), Topology.load("dgx-a100:1").subset([0]))
+        plan = here.baseline("single", Options(precision="bf16"))
+        kinds[name] = {source.name: source.kind for source in here.row("", plan).simulation.estimate.shares}
+    assert kinds["alexnet"]["convolutions on A100-SXM4-80GB"] == "guessed"
+    assert kinds["alexnet"]["matrix products on A100-SXM4-80GB"] == "measured"
+    assert kinds["gpt2"]["other operators on A100-SXM4-80GB"] == "measured"
+    assert kinds["gpt2"]["normalisation on A100-SXM4-80GB"] == "guessed"
 
 
 def test_errors_of_common_sources_cancel() -> None:

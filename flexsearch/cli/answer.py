@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HARDLY: float = 1.1
 """A plan that is not this many times as fast as the best baseline is called hardly better."""
+LITTLE: float = 0.01
+"""A search that could gain at most this share of the time is not told to go on."""
 NEAR: float = 1.8
 """No errors that are taken make plans of which one takes so many times as long too near to be told apart."""
 
@@ -214,15 +216,20 @@ def _buckets(result: SearchResult) -> str:
 
 
 def _few(result: SearchResult) -> str:
-    """That the search has hardly begun, in words."""
-    starts = [o.time_s for o in result.baselines.values() if o.feasible]
-    gain = min(starts) / result.simulation.makespan_s if starts and result.simulation.makespan_s else 1.0
-    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
-    return (
+    """That the search has hardly begun, in words, and whether it is worth going on."""
+    from flexsearch.report.units import percent
+
+    begun = (
         f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, where one layer of each of {result.sorts:,} "
-        f"sorts has {result.alternatives:,} other configs in all: {meaning}. Give the search more time (--budget), or "
-        "continue it (--resume)."
+        f"sorts has {result.alternatives:,} other configs in all"
     )
+    now_s = result.simulation.makespan_s
+    if result.feasible and now_s - result.bound_s <= LITTLE * now_s:
+        return f"{begun}; but little is left to gain: no plan in this space is {percent(LITTLE)} faster."
+    starts = [o.time_s for o in result.baselines.values() if o.feasible]
+    gain = min(starts) / now_s if starts and now_s else 1.0
+    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
+    return f"{begun}: {meaning}. Give the search more time (--budget), or continue it (--resume)."
 
 
 def _how_good(result: SearchResult, proof: Optimum | None) -> str:

@@ -113,7 +113,7 @@ def run(
     """
     check_outputs({"--trace": trace}, strategy, profile, file_of(model))
     learns = profile if trace is not None else None
-    check_outputs({"--profile": learns}, strategy, file_of(model))
+    check_outputs({"--trace": trace, "--profile": learns}, strategy, file_of(model))
     arguments = keywords(batch, set_)
     if not _is_rank():
         _launch(_check_ranks(strategy, ranks), pin_cores, as_json, tolerate)

@@ -84,6 +84,8 @@ def _value(cluster: Topology, figure: Figure) -> Any:
         return values if len(values) != 1 else values[0]
     if field in efficiency:
         return efficiency[field].model_dump(exclude={"other", "traffic"})
+    if field == "convolution":
+        return efficiency["efficiency"].convolution
     if field == "traffic":
         return {name: {"other": own.other, **own.traffic} for name, own in efficiency.items()}
     if field == "launches":

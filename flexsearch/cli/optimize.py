@@ -67,8 +67,10 @@ from flexsearch.cli.verify import (
     VerifyStepsOption,
     is_follower,
     print_verified,
+    unmeasured,
     verification,
 )
+from flexsearch.errors import FlexsearchError
 
 if TYPE_CHECKING:
     from flexsearch.cli.recipes import Beside
@@ -167,7 +169,7 @@ def optimize(
     allowed = _read_allowed(allow)
     size = Size(batch, seq)
     learns = profile if verify is not None else None
-    check_outputs({"--profile": learns}, graph, topology, source)
+    check_outputs({"--output": output, "--plot": plot, "--profile": learns}, graph, topology, source)
     known = None if learns is not None and not learns.exists() else profile
     setting = load_setting(graph, topology, known, size, reads)
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
@@ -181,6 +183,8 @@ def optimize(
     if trial is not None and is_follower():
         trial.follow()
         return
+    if trial is not None:
+        trial.check(setting)
     # What is to be proved is the best plan, not the simplest of the good ones.
     share = margin / 100 if margin is not None else 0.0 if exhaustive is not None else None
     first = load_strategy(resume, setting) if resume is not None else None
@@ -258,8 +262,11 @@ def _optimize(asked: _Asked, trial: Verification | None) -> None:
         others = {} if layouts is None or layouts.strategy.is_plain or not layouts.best.feasible else {
             STAGED: layouts.strategy
         }  # fmt: skip
-        with signals.current.released():
-            result, verified = trial.verified(setting, result, others)
+        try:
+            with signals.current.released():
+                result, verified = trial.verified(setting, result, others)
+        except FlexsearchError as error:
+            raise unmeasured(error, asked.output) from error
         staged = layouts if verified.rows[0].name == STAGED else None
         _save(asked, result, staged)
     if asked.plot is not None:

@@ -14,7 +14,7 @@ import typer
 from flexsearch.cli.common import settings, stdout
 from flexsearch.cli.learning import Learning, taught
 from flexsearch.cli.progress import Live
-from flexsearch.errors import UsageError
+from flexsearch.errors import FlexsearchError, UsageError
 from flexsearch.ranks import is_rank
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class Verified:
 @dataclass(frozen=True)
 class Verification:
     """What ``--verify`` asks for. ``topology``: as it was given. ``model``, ``arguments``: as for ``load_callable``.
-    ``wait_s``: for so long the other ranks wait for the search. ``profile``: that learns from it."""
+    ``wait_s``: for so long the other ranks wait for the search. ``profile``: that learns from it. ``own``: whether the
+    model is the user's, not that of a shipped graph."""
 
     count: int
     steps: int
@@ -83,6 +84,20 @@ class Verification:
     arguments: Mapping[str, Any]
     wait_s: float
     profile: Path | None
+    own: bool
+
+    def check(self, setting: Setting) -> None:
+        """Before the search: raise an error if the user's model cannot be made, or is another one than the graph's."""
+        if not self.own:
+            return
+        from flexsearch.output import temporary_folder
+        from flexsearch.runtime.launch import call
+        from flexsearch.strategy.baselines import baseline
+
+        with temporary_folder() as folder, Live(f"checking {self.model}", None):
+            baseline("single", setting.graph, setting.topology).save(plan := folder / "plan.json")
+            more = {"plan": str(plan), "model": self.model, "arguments": dict(self.arguments)}
+            call("flexsearch.runtime.verify:check_model", more, 1)
 
     def follow(self) -> None:
         """Another rank's part: it has no plans, and measures those of rank 0."""
@@ -160,6 +175,12 @@ def interval_s(strategy: Strategy) -> tuple[float, float] | None:
     return strategy.prediction.interval_s if strategy.prediction is not None else None
 
 
+def unmeasured(error: FlexsearchError, output: Path) -> FlexsearchError:
+    """An error of ``--verify``, which says what the search has left."""
+    left = f"{output} has the best plan as predicted; none was measured."
+    return type(error)(error.message, f"{error.remedy} {left}".lstrip())
+
+
 def print_verified(verified: Verified, strategy: Strategy) -> None:
     """The table of what was run, and what it taught. ``strategy``: the answer."""
     from flexsearch.report.grid import Column, Grid
@@ -204,13 +225,14 @@ def verification(
             raise UsageError("--model and --set go with --verify", "Give --verify K, or leave them out.")
         return None
     arguments: dict[str, Any] = settings(given or [])
+    own = model is not None or bool(given)
     if model is None:
         if (known := shipped_model(graph, planned)) is None:
             raise UsageError(f"--verify trains the model, which {graph} does not hold", "Give --model MODULE:CALLABLE.")
-        model, own = known
-        arguments = own | arguments
+        model, sizes = known
+        arguments = sizes | arguments
     wait_s = START_S + 2.0 * (parse_budget(budget)[0] or 0.0)
-    return Verification(count, steps, topology, model, arguments, wait_s, profile)
+    return Verification(count, steps, topology, model, arguments, wait_s, profile, own)
 
 
 def shipped_model(graph: str, planned: OperatorGraph) -> tuple[str, dict[str, Any]] | None:

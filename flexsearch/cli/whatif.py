@@ -199,7 +199,9 @@ def _with_memory(cluster: Topology, given: str) -> tuple[Topology, str]:
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", given)
     if match is None or match[2] not in _UNITS:
         raise typer.BadParameter(f'"{given}" is no memory; give a factor, as 2x, or as 80GB', param_hint="--memory")
-    return with_memory(cluster, nbytes=int(float(match[1]) * _UNITS[match[2]])), f"{given} of memory on each device"
+    if (nbytes := int(float(match[1]) * _UNITS[match[2]])) < 1:
+        raise typer.BadParameter(f'"{given}" leaves nothing; give a size above 0, as 80GB', param_hint="--memory")
+    return with_memory(cluster, nbytes=nbytes), f"{given} of memory on each device"
 
 
 def _with_links(cluster: Topology, given: str) -> tuple[Topology, str]:

@@ -61,7 +61,7 @@ class Costed:
         return signature(self.op, extents, self.dtypes, self.needs)
 
     def forward(self, extents: Mapping[str, int]) -> Work:
-        """FLOPs and bytes of the forward task of a piece with the given extents."""
+        """FLOPs (``_whole_times`` as many) and bytes of the forward task of a piece with the given extents."""
         flops, nbytes = self.counts(extents)[0]
         return Work(flops=flops, nbytes=nbytes)
 
@@ -89,7 +89,7 @@ class Costed:
             moved = written
         else:  # the rows of a table that are looked up, not the table
             moved = sum(nbytes for i, nbytes in enumerate(read) if i != self._table) + rows
-        return forward_flops(self.op, extents), moved + written
+        return self._whole_times * forward_flops(self.op, extents), moved + written
 
     def _backward_counts(
         self, extents: Mapping[str, Any], read: Sequence[Any], written: Any, rows: Any
@@ -105,7 +105,7 @@ class Costed:
             saved = sum(nbytes for i, nbytes in enumerate(read) if i != self._table) + 2 * rows
         else:
             saved = sum(nbytes for nbytes, t in zip(read, self.inputs, strict=True) if t.floating)
-        return backward_flops(self.op, extents, self.needs), written + saved + made
+        return self._whole_times * backward_flops(self.op, extents, self.needs), written + saved + made
 
     @cached_property
     def launches(self) -> tuple[int, int, int]:
@@ -149,6 +149,12 @@ class Costed:
             return None
         rows, columns, summed = (prod(extents[axis] for axis in axes) for axes in self.product)
         return rows, columns, summed
+
+    @cached_property
+    def _whole_times(self) -> float:
+        """How often FLOPs count: attention in one kernel twice where no causal mask halves it, as a device's figures
+        are of causal attention whose mask counts as full work (``topology.kernels``)."""
+        return 2.0 if kind_of(self.op).fused_attention and not self.op.attributes.get("causal") else 1.0
 
     @cached_property
     def _free(self) -> bool:

@@ -19,7 +19,7 @@ from pydantic import Field, Strict, model_validator
 from flexsearch import quantities
 from flexsearch.cost.learned import Learned, Network, Residual
 from flexsearch.errors import ProfileError
-from flexsearch.files import FileModel, load, save
+from flexsearch.files import FileModel, parse, printable, read_json, save
 from flexsearch.graph.model import Dtype, Operator
 from flexsearch.graph.notation import Dimension, Operand
 from flexsearch.quantities import Amount, Bandwidth, Count, FlopRate, LatencySeconds, Seconds, SecondsPerByte, Text
@@ -161,7 +161,7 @@ class Profile(FileModel):
     ``figures``: of the device, by which other sizes are estimated. ``recipe_work``: by kind of work, what recipes
     compute."""
 
-    format: Literal["flexsearch.profile/1"] = "flexsearch.profile/1"
+    format: Literal["flexsearch.profile/2"] = "flexsearch.profile/2"
     device: ProfileDevice
     torch: Text
     """Version of PyTorch that was measured."""
@@ -214,12 +214,32 @@ class Profile(FileModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile file. Raises FileFormatError that names the wrong field."""
-        return load(cls, path, "profile")
+        """Read a profile file, of an older format, too. Raises FileFormatError that names the wrong field."""
+        data = read_json(path, "profile")
+        return parse(cls, _in_second_format(data), f"file {printable(str(path))}", "profile")
 
     def save(self, path: str | Path) -> None:
         """Write the profile file, atomically."""
         save(self, path)
+
+
+def _in_second_format(data: Any) -> Any:
+    """What a profile file holds, as files in the second format do: in the first one, attention without a causal mask
+    counted as if it had one."""
+    if not isinstance(data, dict) or data.get("format") != "flexsearch.profile/1":
+        return data
+    entries = data.get("entries")
+    counted = {key: _counted_twice(key, e) for key, e in entries.items()} if isinstance(entries, dict) else entries
+    return data | {"format": "flexsearch.profile/2"} | ({} if entries is None else {"entries": counted})
+
+
+def _counted_twice(key: str, entry: Any) -> Any:
+    """An entry of a file in the first format, with twice the FLOPs if it is attention without a causal mask."""
+    if not isinstance(entry, dict) or entry.get("kind") != "attention" or '"causal":true' in key:
+        return entry
+    works = {name: entry[name] for name in ("forward", "backward") if isinstance(entry.get(name), dict)}
+    numbers = {name: work for name, work in works.items() if isinstance(work.get("flops"), int | float)}
+    return entry | {name: work | {"flops": 2 * work["flops"]} for name, work in numbers.items()}
 
 
 def signature(op: Operator, extents: Mapping[str, int], dtypes: Sequence[str], needs: Sequence[bool]) -> str:

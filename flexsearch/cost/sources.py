@@ -16,9 +16,15 @@ from flexsearch.topology import Device, Figure, SourceKind, Topology
 from flexsearch.topology.kernels import HALF, Traffic
 
 WORK: Final = {
-    "matrix": "matrix products", "attention": "attention", "update": "updates", "other": "other operators",
+    "matrix": "matrix products", "convolution": "convolutions", "attention": "attention", "update": "updates",
+    "other": "other operators",
 }  # fmt: skip
 """Kinds of work in words."""
+ACCESS: Final[Mapping[Traffic, str]] = {
+    "copy": "copies", "lookup": "lookups", "loss": "losses", "normalisation": "normalisation", "update": "updates",
+    "windows": "pooling",
+}  # fmt: skip
+"""Ways of reading and writing memory in words."""
 WORST: tuple[SourceKind, ...] = ("guessed", "published", "measured")
 
 
@@ -39,6 +45,7 @@ class Sources:
         if profile is None or not profile.entries:
             what = kind_of(op)
             work = "attention" if what.fused_attention else "matrix" if what.contraction or what.matrix else "other"
+            work = "convolution" if work == "matrix" and what.windows else work
             return self.of_work(work, kind, self.costs.dtype(operator), traffic_of(what))
         if self.costs.is_measured(operator, extents, kind):
             return self._source(f"{op.kind} on {device.model}", "measured")
@@ -94,17 +101,22 @@ class Sources:
         return self._source("start of communication", self._kind(*figures, learned="start_s"))
 
     def _of_work(self, work: str, kind: int, dtype: str, traffic: Traffic | None) -> Source:
-        """``work``: "matrix", "attention", "update", "other"; of the last two the bandwidth of the memory decides."""
+        """``work``: of ``WORK``; of updates and other operators the bandwidth of the memory decides."""
         device, _ = self.costs.basis(kind)
         name = f"{WORK[work]} on {device.model}"
+        figures: list[Figure] = ["devices.efficiency" if dtype in HALF else "devices.efficiency_full"]
         if traffic in device.efficiency_for(dtype).traffic:
-            return self._source(name, self._kind("devices.traffic", learned="compute"))
-        figure: Figure = "devices.efficiency" if dtype in HALF else "devices.efficiency_full"
+            figures = ["devices.traffic"]
+        elif work == "other" and traffic is not None:  # no figure says it, and it is taken as streaming
+            figures.append("devices.traffic")
+            name = f"{ACCESS[traffic]} on {device.model}"
+        elif work == "convolution" and dtype in HALF:
+            figures.append("devices.convolution")
         if (device.efficiency if dtype in HALF else device.efficiency_full) is not None:
-            return self._source(name, self._kind(figure, learned="compute"))
+            return self._source(name, self._kind(*figures, learned="compute"))
         # A peak may be published, but what kernels reach of it is not.
-        figure = "devices.memory_bandwidth" if work in ("update", "other") else "devices.flops"
-        return self._source(name, self._kind(figure, learned="compute", shares="guessed"))
+        peak: Figure = "devices.memory_bandwidth" if work in ("update", "other") else "devices.flops"
+        return self._source(name, self._kind(peak, learned="compute", shares="guessed"))
 
     def _filled(self, kind: str, device: Device, profile: Profile) -> Source:
         """Of a piece that the profile lacks: by the residuals of what it is filled with, entries of the same kind, or

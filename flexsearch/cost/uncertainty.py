@@ -17,9 +17,9 @@ standard deviations to each side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import fsum, sqrt
 from typing import Final
 
 from flexsearch.topology import SourceKind
@@ -61,8 +61,8 @@ class Estimate:
     @property
     def half(self) -> float:
         """From the time to either end of its interval, s."""
-        own = sum((source.error * share) ** 2 for source, share in self.shares.items())
-        return DEVIATIONS * sqrt(own + (NOISE * self.seconds) ** 2)
+        parts = [NOISE * self.seconds, *(source.error * share for source, share in self.shares.items())]
+        return DEVIATIONS * _length(parts)
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -72,10 +72,10 @@ class Estimate:
     def apart(self, other: Estimate) -> float:
         """By how many seconds this time and another must differ to be told apart: where they do, the one that is
         predicted to be faster is so in 9 cases of 10."""
-        common = 0.0
+        parts = [NOISE * self.seconds, NOISE * other.seconds]
         for source in dict.fromkeys((*self.shares, *other.shares)):
-            common += (source.error * (self.shares.get(source, 0.0) - other.shares.get(source, 0.0))) ** 2
-        return DEVIATIONS * sqrt(common + NOISE**2 * (self.seconds**2 + other.seconds**2))
+            parts.append(source.error * (self.shares.get(source, 0.0) - other.shares.get(source, 0.0)))
+        return DEVIATIONS * _length(parts)
 
     def is_near(self, other: Estimate) -> bool:
         """Whether two times cannot be told apart."""
@@ -84,3 +84,8 @@ class Estimate:
     def weightiest(self) -> Source | None:
         """The source that makes most of the interval."""
         return max(self.shares, key=lambda source: source.error * self.shares[source], default=None)
+
+
+def _length(parts: Sequence[float]) -> float:
+    """Root of the sum of squares, in operations that IEEE 754 fixes: it decides which plan is the answer."""
+    return sqrt(fsum(part * part for part in parts))

@@ -28,7 +28,7 @@ def assemble(
     ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
     layers, and depend on nothing that dead code could change. They are given as if counts came first, as they once did.
     """
-    live = _ancestors(drafts, [loss, *updates.values()])
+    live = ancestors(drafts, [loss, *updates.values()])
     _salt(drafts, live)
     _mark_samples(live)
     early = _counting(live)
@@ -66,7 +66,7 @@ def assemble(
     return graph, list(leaves)
 
 
-def _ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
+def ancestors(drafts: Sequence[Draft], wanted: Iterable[Value]) -> list[Draft]:
     """The drafts that the wanted values depend on, in order."""
     needed, kept = set(wanted), []
     for draft in reversed(drafts):
@@ -129,7 +129,7 @@ def _expanded(drafts: Sequence[Draft]) -> dict[Draft, list[str]]:
 def _counting(drafts: list[Draft]) -> list[Draft]:
     """Counts of valid targets, and what they depend on, in order; but no count that depends on a weight."""
     counts = [d for d in drafts if d.kind == "valid_count"]
-    needs = [_ancestors(drafts, d.outputs) for d in counts]
+    needs = [ancestors(drafts, d.outputs) for d in counts]
     free = [row for row in needs if all(v.kind != "parameter" for d in row for v in d.inputs)]
     found = {d for row in free for d in row}
     return [d for d in drafts if d in found]
@@ -142,7 +142,7 @@ def _before_readers(drafts: list[Draft], moved: list[Draft]) -> list[Draft]:
         if draft in moved:
             continue
         if waiting:
-            due = _ancestors(waiting, draft.inputs)
+            due = ancestors(waiting, draft.inputs)
             placed += due
             waiting = [d for d in waiting if d not in due]
         placed.append(draft)

@@ -24,6 +24,7 @@ from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
+from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
 from flexsearch.graph.stand_ins import StandIns, on_one_device
@@ -61,21 +62,23 @@ class Step(nn.Module):
     """The model and then the loss, as one module; with ``outputs`` the model alone."""
 
     def __init__(
-        self, model: nn.Module, stand_ins: StandIns, loss: Loss | None, outputs: Outputs | None = None
+        self, model: nn.Module, stand_ins: StandIns, loss: Loss | None, outputs: Outputs | None, numbers: Numbers
     ) -> None:  # fmt: skip
         super().__init__()
         self.training, self.stand_ins = model.training, stand_ins
         self.model = model
         self.loss = loss
         self.outputs = outputs
+        self.numbers = numbers
         self.tracer: Tracer | None = None
         self.checks = Checks()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        with Detaching(), self.checks if self.checks.needed else nullcontext():
+        with Detaching(), Refusing(), self.checks if self.checks.needed else nullcontext():
             if self.tracer is not None:
                 self.tracer.start()
             output = self.model(*args, **kwargs)
+            self.numbers.note()
             if self.outputs is not None:
                 return self.outputs.trace(output)
             if self.loss is None:
@@ -93,14 +96,17 @@ def export_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     targets: Any,
-    outputs: Outputs | None = None,
+    outputs: Outputs | None,
+    numbers: Numbers,
 ) -> tuple[torch.export.ExportedProgram, Blocks]:
     """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
     With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and
-    views are gone; so are checks of values (``graph.checks``). Raises ImportModelError with the line of the user's code
-    at which tracing failed.
+    views are gone; so are checks of values (``graph.checks``). What a call changes of ``numbers`` is noted there.
+    Raises ImportModelError with the line of the user's code at which tracing failed.
     """
+    if outputs is None:
+        refuse_hooks(model)
     try:
         with (
             _quiet(),
@@ -110,7 +116,7 @@ def export_step(
             experts_by_token(model),
             on_one_device(model) as stand_ins,
         ):
-            step, inputs = Step(model, stand_ins, loss, outputs), stand_ins.of((args, kwargs, targets))
+            step, inputs = Step(model, stand_ins, loss, outputs, numbers), stand_ins.of((args, kwargs, targets))
             while True:
                 try:
                     return _with_blocks(step, inputs) or (
@@ -190,6 +196,13 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         return ImportModelError(
             f"the model packs sequences{where}, whose shape then depends on their lengths",
             "Give the recurrent layer the padded tensor, and leave padding out of the loss (ignore_index, or a mask).",
+        )
+    if "fake tensor in the exported program constant" in str(error):
+        return ImportModelError(
+            "the step uses values in a way that no trace follows: a gradient inside of it (torch.autograd.grad), or "
+            "the .data of a tensor",
+            "Leave that out of the model and the loss; detach() takes the place of .data, and weights are changed "
+            "after the optimizer's step.",
         )
     outside = (
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "

@@ -28,7 +28,7 @@ MOVES: Final = frozenset({"cat", "detach", "expand", "mean", "permute", "slice",
 
 def check_sum_over_samples(graph: OperatorGraph) -> None:
     """Raise NotationError, naming the first operator that lets samples depend on each other, or adds to the loss what
-    no sample contributes: with microbatches it would compute something else."""
+    no sample contributes, or a buffer that each step changes: with microbatches it would compute something else."""
     states: dict[str, State] = {}
     early = counting(graph)
     for i, op in enumerate(graph.operators):
@@ -42,6 +42,12 @@ def check_sum_over_samples(graph: OperatorGraph) -> None:
             )
         outputs = zip(op.outputs, op.access.outputs, strict=True)
         states.update((name, state) for name, operand in outputs if (state := _state(op, operand, states)) is not None)
+    if graph.buffer_updates:
+        raise NotationError(
+            f"buffer {next(iter(graph.buffer_updates))!r} has a new value after each step, which microbatches would "
+            "change once each",
+            "Plan with one microbatch.",
+        )
 
 
 def is_sum_over_samples(graph: OperatorGraph) -> bool:

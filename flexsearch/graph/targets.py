@@ -24,7 +24,7 @@ POINTWISE: Final = frozenset(
     __and__ __lshift__ __or__ __rshift__ __xor__
     _conj_physical abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-    bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj_physical copysign cos cosh deg2rad digamma div
+    bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj_physical copysign copy cos cosh deg2rad digamma div
     divide elu eq erf erfc erfinv exp exp2 expm1 fill fix float_power floor floor_divide fmax fmin fmod frac
     gcd ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma
     igammac isfinite isinf isnan isneginf isposinf lcm ldexp le leaky_relu lerp less less_equal lgamma log log10

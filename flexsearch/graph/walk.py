@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError, NotationError
-from flexsearch.graph.assemble import assemble
+from flexsearch.graph.assemble import ancestors, assemble
 from flexsearch.graph.blocks import Blocks, moved
 from flexsearch.graph.export import source_line
 from flexsearch.graph.fold import Constant, Constants, Folded, Folder, is_random, sources
@@ -25,7 +25,7 @@ from flexsearch.graph.ops import find_trace
 from flexsearch.graph.ops.builder import Builder, bind
 from flexsearch.graph.ops.builder import opaque as emit_opaque
 from flexsearch.graph.ops.calls import dtype_name
-from flexsearch.graph.ops.pointwise import pointwise_trace
+from flexsearch.graph.ops.pointwise import pointwise, pointwise_trace
 from flexsearch.graph.ops.rnn import gate_count, gate_shape
 from flexsearch.graph.ops.value import Shape, Value
 from flexsearch.graph.ops.value import TensorKind as Kind
@@ -37,6 +37,11 @@ def _value(tensor: torch.Tensor, kind: Kind, name: str, trained: bool = False, g
     shape = gate_shape(tuple(tensor.shape), gates)
     fixed = kind in ("parameter", "constant", "buffer")
     return Value(shape, dtype_name(tensor.dtype), kind, name, weight=fixed, grad=trained, requires_grad=trained)
+
+
+def _is_kept(user: torch.fx.Node) -> bool:
+    """Whether what reads a tensor only hands it on: returns it, or marks where a block begins or ends."""
+    return user.op == "output" or user.target in (ENTER, LEAVE)
 
 
 _Origin = tuple[str, tuple[str, str], tuple[tuple[Shape, str], ...]]
@@ -321,7 +326,18 @@ class Walk:
                 counters.append(self.buffers[target])
             else:
                 updates[self.buffers[target]] = after
-        return self._operand(losses[0]), updates, counters
+        loss = self._operand(losses[0])
+        return loss, {} if with_outputs else self._stored(loss, updates), counters
+
+    def _stored(self, loss: Value, updates: dict[Value, Value]) -> dict[Value, Value]:
+        """The new values of buffers; ranks store what their operators read, so one copies what no other reads, such
+        as a vector of a spectral norm that begins anew in each step and serves in evaluation."""
+        read = {v for draft in ancestors(self.builder.drafts, [loss, *updates.values()]) for v in draft.inputs}
+        for buffer, after in updates.items():
+            if buffer not in read:
+                self.builder.module = buffer.name.rpartition(".")[0]
+                updates[buffer] = pointwise(self.builder, "copy.default", (buffer, after))
+        return updates
 
     def _change(self, target: str, node: torch.fx.Node) -> None:
         """The buffer ``target`` becomes ``node``."""
@@ -335,11 +351,13 @@ class Walk:
         return value
 
     def _counts(self, node: torch.fx.Node, buffer: Value) -> bool:
-        """Whether the node is ``buffer + 1`` for an integer scalar buffer."""
+        """Whether the node is ``buffer + 1`` for an integer scalar buffer, and nothing computes with either."""
+        operands = (node, *node.all_input_nodes)
         return (
             buffer.shape == ()
             and buffer.dtype.startswith("int")
             and str(node.target).startswith("aten.add.")
             and self.env.get(node.args[0]) is buffer
             and node.args[1:] == (1,)
+            and all(_is_kept(user) for operand in operands for user in operand.users if user is not node)
         )

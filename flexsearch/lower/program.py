@@ -145,7 +145,7 @@ def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
     )  # fmt: skip
 
 
-def make_wiring(graph: OperatorGraph, topology: Topology, lowering: Pieces) -> Wiring:
+def make_wiring(graph: OperatorGraph, lowering: Pieces) -> Wiring:
     """Which slots belong to which tensors of a graph."""
     _, slot, count = _slots(graph)
     results = _results(lowering, count)

@@ -81,7 +81,7 @@ def refitted(graph: OperatorGraph, lowered: Lowered) -> tuple[OperatorConfig, ..
     configs: list[OperatorConfig] = []
     for op in graph.operators:
         fit = _shortened(op, own[op.name], count) if op.name in own else None
-        configs.append(fit or _like(op, configs[-1] if configs else lowered.configs[0], count))
+        configs.append(fit or _like(op, configs[-1] if configs else lowered.configs[0]))
     return tuple(configs)
 
 
@@ -108,7 +108,7 @@ def _divisor(degree: int, size: int) -> int:
     return next(parts for parts in range(min(degree, size), 0, -1) if degree % parts == 0)
 
 
-def _like(op: Operator, before: OperatorConfig, count: int) -> OperatorConfig:
+def _like(op: Operator, before: OperatorConfig) -> OperatorConfig:
     """An operator that the plan does not know, over samples on the devices of the one before it."""
     axis = next(iter(op.axes_of("sample")), None)
     degrees: Mapping[str, int] = {axis: _divisor(len(before.devices), op.sizes[axis])} if axis is not None else {}

@@ -248,7 +248,7 @@ class Splitter:
             box, term = box[held], term[held]
         if (outer := self._outer(n, degrees)) is None:
             return Region(self.layouts.grid(box, term), held)
-        return self._spread(box, term, held, degrees, outer[0])
+        return self._spread(box, held, degrees, outer[0])
 
     def _outer(self, n: int, degrees: Degrees) -> tuple[int, bool] | None:
         """Of an operand that all blocks hold: parts of the axes outside of the one that they share out, and whether
@@ -258,7 +258,7 @@ class Splitter:
             return None
         return prod(count for axis, count in degrees if axis in self._outside), blocks.axis is not None
 
-    def _spread(self, box: I64, term: U32, held: Index | None, degrees: Degrees, outer: int) -> Region:
+    def _spread(self, box: I64, held: Index | None, degrees: Degrees, outer: int) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
         blocks, count = self.blocks, self._replicas * prod(parts for _, parts in degrees)
         order, terms = _in_blocks(

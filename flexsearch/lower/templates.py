@@ -95,7 +95,7 @@ class Templates:
     @cached_property
     def wiring(self) -> Wiring:
         """Which slots belong to which tensors."""
-        return make_wiring(self.graph, self.topology, self.lowering)
+        return make_wiring(self.graph, self.lowering)
 
     # ---- the arrays
 

@@ -80,6 +80,10 @@ def main_from_env(
             "machine alone with `flexsearch probe -n N -o FILE`.",
         )
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise RuntimeFailure(
+            "nccl connects CUDA devices, and PyTorch sees none here", "Leave out --backend, or give gloo."
+        )
     mine = not dist.is_initialized()
     try:
         if backend == "nccl":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -142,76 +141,86 @@ def _aside_of(saved: list[Tensor | None], weights: Sequence[Tensor], others: lis
     return saved_tensors_hooks(pack, unpack)
 
 
+def _entry(result: Tensor | None) -> GradientEdge | None:
+    """Where the gradient of a result enters; None: it has none, or a kernel updates in place."""
+    return get_gradient_edge(result) if result is not None and result.requires_grad else None
+
+
+def _apart(result: Tensor | None) -> Tensor | None:
+    """A result as a node of its own: it may be made of another one of the same call, at which the gradient of both
+    would come out."""
+    return result.view_as(result) if result is not None and result.requires_grad else result
+
+
 def _run(
     calls: Sequence[Call], held: tuple[int, ...], wanted: tuple[int, ...], edges: tuple[int, ...] = (),
     weights: tuple[tuple[int, int], ...] = (), released: Collection[tuple[int, int]] = (),
     lasting: Collection[int] = (),
 ) -> Body:  # fmt: skip
     """The calls one after the other: takes the values at ``held``, gives those at ``wanted``, and what ``body_of`` says
-    of ``edges`` and ``weights``. A value is let go of behind its last use, as in a module's code."""
-    place = {p: k for k, p in enumerate((*held, *(p for call in calls for p in call.results)))}
-    last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
+    of ``edges`` and ``weights``. It is written out in Python, a line for each call: a loop over them takes a
+    microsecond a call more, which small models feel. A value is let go of behind its last use, as in a module's code.
+    """
+    name = f"operators_{next(_NUMBER)}"
     rungs = _rungs([STEPS * (k + 1) for k in range(len(calls))] if weights else [])
-    steps = tuple(
-        (
-            call.kernel,
-            tuple(None if p is None else place[p] for p in call.places),
-            tuple(
-                (len(edges) + e, rungs[k], [at for at, p in enumerate(call.places) if p == w], w in lasting)
-                for e, (reader, w) in enumerate(weights)
-                if reader == k
-            ),
-            tuple(place[p] for reader, p in released if reader == k),
-            tuple((edges.index(p), place[p]) for p in call.results if p in edges),
-            tuple(place[p] for p, reader in last.items() if reader == k and p not in wanted),
-        )
-        for k, call in enumerate(calls)
-    )
-    chosen = tuple(place[p] for p in wanted)
-    raised: dict[int, _Weight] = {}
-
-    def body(*values: Tensor) -> list[Any]:
-        local: list[Any] = list(values)
-        entered: list[GradientEdge | None] = [None] * (len(edges) + len(weights))
-        saved: list[Tensor | None] = []
-        others: list[Tensor] = []
-        set_aside = aside(saved) if weights else None
-        for kernel, operands, trained, loose, marked, over in steps:
-            read = [None if k is None else local[k] for k in operands]
-            for e, rung, at, lasts in trained:
-                _, weight, entered[e] = _above(raised, e, read[at[0]], rung, lasts)
-                for k in at:
-                    read[k] = weight
-            if loose:
-                with _aside_of(saved, [local[k] for k in loose], others):
-                    computed = kernel(*read)
-            elif set_aside is None or trained:
-                computed = kernel(*read)
-            else:
-                with set_aside:
-                    computed = kernel(*read)
-            if isinstance(computed, tuple):
-                local.extend(computed)
-            else:
-                local.append(computed)
-            for e, k in marked:
-                result = local[k]  # None where a kernel updates in place
-                entered[e] = get_gradient_edge(result) if result is not None and result.requires_grad else None
-            for k in over:
-                local[k] = None
-        return [*(local[k] for k in chosen), *entered, *([saved, others] if weights else [])]
-
+    known: dict[str, Any] = {f"k{k}": call.kernel for k, call in enumerate(calls)}
+    known |= {f"rung{k}": rung for k, rung in enumerate(rungs)}
+    known |= {"above": _above, "earlier": dict[int, _Weight](), "entry": _entry, "apart": _apart}
+    known |= {"aside": aside, "aside_of": _aside_of, "__name__": __name__}
+    lines = [f"def {name}({_values(held)}):"]
+    if weights:
+        lines.append(" saved, others = [], []")
+        lines.append(" set_aside = aside(saved)")
+    last = {p: k for k, call in enumerate(calls) for p in (*call.results, *call.places) if p is not None}
+    entered = ["None"] * len(edges)
+    for k, call in enumerate(calls):
+        trained = {p: e for e, (reader, p) in enumerate(weights) if reader == k}
+        loose = [p for reader, p in released if reader == k]
+        lines += _call(k, call, trained, loose, lasting, bool(weights))
+        marked = [(e, p) for e, p in enumerate(edges) if p in call.results]
+        for e, p in marked:
+            entered[e] = f"e{e}"
+            lines += [f" v{p} = apart(v{p})"] if len(marked) > 1 else []
+            lines.append(f" e{e} = entry(v{p})")
+        lines += [f" v{p} = None" for p, reader in last.items() if reader == k and p not in wanted]
+    aside_too = ["saved", "others"] if weights else []
+    given = [*(f"v{p}" for p in wanted), *entered, *(f"w{e}.edge" for e in range(len(weights))), *aside_too]
+    lines.append(f" return [{', '.join(given)}]")
+    exec(compile("\n".join(lines), f"<{name}>", "exec"), known)  # of numbers alone: nothing in it comes from a file
+    body: Body = known[name]
     return body
+
+
+def _values(places: Sequence[int | None]) -> str:
+    """The values at these places, as arguments."""
+    return ", ".join("None" if p is None else f"v{p}" for p in places)
+
+
+def _call(
+    k: int, call: Call, trained: Mapping[int, int], loose: Sequence[int], lasting: Collection[int], apart: bool
+) -> list[str]:
+    """The lines of call number ``k``. ``trained``: weights that it reads above rungs, by place, with their numbers;
+    ``loose``: those that can be let go of. ``apart``: what autograd saves for a call without trained weights is set
+    aside."""
+    lines = [f" w{e} = above(earlier, {e}, v{p}, rung{k}, {p in lasting})" for p, e in trained.items()]
+    operands = ", ".join(f"w{trained[p]}.raised" if p is not None and p in trained else _values([p]) for p in call.places)
+    results = ", ".join(f"v{p}" for p in call.results)
+    line = f"{results} = k{k}({operands})" if results else f"k{k}({operands})"
+    if loose:
+        line = f"with aside_of(saved, [{_values(loose)}], others): {line}"
+    elif apart and not trained:
+        line = f"with set_aside: {line}"
+    lines.append(f" {line}")
+    if len(call.results) == 1:
+        lines.append(f" if isinstance({results}, tuple): {results}, = {results}")
+    return lines
 
 
 def _compiled(body: Body, backend: str) -> Body:
     """``torch.compile`` of a callable, from its second call on: in the first, kernels look up names of PyTorch for good
     (``graph.ops.lazy``), which it cannot follow. It caches by code, and gives up at a code that it has compiled often:
     each run gets code of its own."""
-    assert isinstance(body, FunctionType)
-    code = body.__code__.replace(co_name=f"operators_{next(_NUMBER)}")
-    own = FunctionType(code, body.__globals__, code.co_name, body.__defaults__, body.__closure__)
-    compiled: Body = torch.compile(own, backend=backend, dynamic=False)
+    compiled: Body = torch.compile(body, backend=backend, dynamic=False)
     calls = 0
 
     def run(*values: Tensor) -> Sequence[Any]:

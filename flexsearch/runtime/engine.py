@@ -17,6 +17,7 @@ from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.runtime import assembly
+from flexsearch.runtime.gradients import is_shared
 from flexsearch.runtime.instructions import (
     Add,
     Assemble,
@@ -32,6 +33,7 @@ from flexsearch.runtime.instructions import (
     Post,
     Program,
     Result,
+    Slot,
     Start,
     Update,
     Wait,
@@ -82,6 +84,8 @@ class Engine:
         """Gradients of activations that were put together from messages, by slot."""
         self._delivered: set[int] = set()
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
+        self._seen = set[int]()
+        """Where gradients of weights lie in memory, in the first step; in every step if operators are compiled."""
         actions = [self._action(instruction) for instruction in program.instructions]
         self._actions = list(self._joined(actions))
         self._all_actions = [action or _nothing for action in actions]
@@ -91,6 +95,7 @@ class Engine:
         name: the loss, or outputs."""
         self.inputs = inputs
         self.results.clear()
+        self._seen.clear()
         try:
             if self.around is None:
                 for action in self._actions:
@@ -225,18 +230,26 @@ class Engine:
             first = w not in self._delivered
             self._delivered.add(w)
             rows.append((self.weights[self.lowered.weights[w].tensor], slot, first))
+        shared: set[Slot] | None = None
+        """Those that need memory of their own. Autograd's graph is the same in every step, and so are these."""
 
         def run() -> None:
+            nonlocal shared
+            if shared is None or self.compiler is not None:
+                made = [slot for _, slot, _ in rows if values[slot] is not None]
+                shared = {slot for slot in made if is_shared(values[slot], self._seen)}
             for weight, slot, first in rows:
                 gradient, values[slot] = values[slot], None
                 if gradient is None:  # the loss does not depend on it
                     gradient = torch.zeros_like(weight)
                 elif gradient.dtype != weight.dtype:
                     gradient = gradient.to(weight.dtype)
-                if first or weight.grad is None:
-                    weight.grad = gradient
-                else:
+                if not first and weight.grad is not None:
                     weight.grad += gradient
+                elif slot in shared:
+                    weight.grad = gradient.clone(memory_format=torch.contiguous_format)
+                else:
+                    weight.grad = gradient
 
         return run
 

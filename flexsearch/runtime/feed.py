@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ class Feed:
         self.rows = rows_per_sample(self.graph)
         self.ranks = len(lowered.topology.devices)
         self.samples = [self._needed(lowered, rank) for rank in range(self.ranks)]
+        self._known: dict[tuple[str, int, int], tuple[torch.dtype, int, tuple[int, ...], int, int]] = {}
+        self.example: tuple[Any, Any] = None, None
+        """Inputs and targets, nested as at import; None where that is not known."""
 
     def _needed(self, lowered: Lowered, rank: int) -> Interval:
         """From the first sample that a rank needs of the first microbatch to the last one of the last."""
@@ -64,11 +67,11 @@ class Feed:
         """The tensors of a batch by the names of the graph's inputs. Raises RuntimeFailure where they do not match."""
         named: dict[str, Tensor] = {}
         kinds = (
-            ("inputs", self.imported.input_names, self._ordered(inputs)),
-            ("targets", self.imported.target_names, targets),
+            ("inputs", self.imported.input_names, nested_as(self.example[0], self._ordered(inputs))),
+            ("targets", self.imported.target_names, nested_as(self.example[1], targets)),
         )
         for what, names, tree in kinds:
-            tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+            tensors = _tensors(tree)
             if tensors and len(tensors) != len(names):
                 raise RuntimeFailure(f"step got {len(tensors)} {what}, the model was imported with {len(names)}")
             named.update(zip(names, tensors, strict=False))
@@ -87,7 +90,7 @@ class Feed:
 
     def inputs(self, batch: Any) -> Any:
         """The inputs of a batch, beside which targets may stand."""
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        tensors = _tensors(batch)
         paired = isinstance(batch, tuple | list) and len(batch) == 2 and len(tensors) > len(self.imported.input_names)
         return self.pair(batch)[0] if paired else batch
 
@@ -106,30 +109,68 @@ class Feed:
     ) -> tuple[Box, Tensor]:
         """The region of an input that a rank was fed, and the data there. ``own``: cut to the rank's samples. Raises
         RuntimeFailure for another dtype or shape."""
-        spec = self.graph.tensor[name]
-        rows, size = self.rows.get(name, 0), spec.shape
-        if rows:
-            size = (batch * rows, *size[1:])
-        low, high = (bound * rows for bound in self.range_of(rank, batch))
+        dtype, rows, size, low, high = self._bounds(name, rank, batch)
+        shape = tuple(tensor.shape)
+        if dtype != tensor.dtype or (shape != size and not (rows and shape == (high - low, *size[1:]))):
+            self._refuse(name, tensor, rank, batch)
+        fed = tensor.to(device, non_blocking=True)
+        if rows and (own or shape != size):
+            return ((low, high), *whole(size[1:])), fed if shape != size else fed[low:high]
+        return whole(size), fed
+
+    def _bounds(self, name: str, rank: int, batch: int) -> tuple[torch.dtype, int, tuple[int, ...], int, int]:
+        """Of an input: its dtype, rows per sample, the shape that a batch has, [low, high) of the rank's rows."""
+        known = self._known.get((name, rank, batch))
+        if known is None:
+            spec, rows = self.graph.tensor[name], self.rows.get(name, 0)
+            size = (batch * rows, *spec.shape[1:]) if rows else tuple(spec.shape)
+            low, high = (bound * rows for bound in self.range_of(rank, batch))
+            self._known[name, rank, batch] = known = dtype_of(spec.dtype), rows, size, low, high
+        return known
+
+    def _refuse(self, name: str, tensor: Tensor, rank: int, batch: int) -> NoReturn:
+        """Say which shapes an input may have."""
+        _, rows, size, low, high = self._bounds(name, rank, batch)
         shapes = {size: "the whole batch"}
         if rows:
             shapes.setdefault((high - low, *size[1:]), f"rows {low} to {high} of it")
-        if dtype_of(spec.dtype) != tensor.dtype or tuple(tensor.shape) not in shapes:
-            wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
-            smaller = rows and tuple(tensor.shape[1:]) == size[1:] and tensor.shape[0] < size[0]
-            raise RuntimeFailure(
-                f"{name} must be {spec.dtype} of shape {wanted}, not {str(tensor.dtype).removeprefix('torch.')} of "
-                f"shape {tuple(tensor.shape)}",
-                "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if "
-                "the batch is smaller than the plan's."
-                if smaller
-                else "",
-            )
-        fed = tensor.to(device, non_blocking=True)
-        if rows and (own or tuple(tensor.shape) != size):
-            part = fed if tuple(tensor.shape) != size else fed[low:high]
-            return ((low, high), *whole(size[1:])), part
-        return whole(size), fed
+        wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
+        smaller = rows and tuple(tensor.shape[1:]) == size[1:] and tensor.shape[0] < size[0]
+        raise RuntimeFailure(
+            f"{name} must be {self.graph.tensor[name].dtype} of shape {wanted}, not "
+            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}",
+            "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if the "
+            "batch is smaller than the plan's."
+            if smaller
+            else "",
+        )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Those in a nest, most of which are one tensor or a tuple of some."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple) and all(isinstance(leaf, Tensor) for leaf in tree):
+        return list(tree)
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+_VALUES = (bool, int, float, complex, str)
+
+
+def nested_as(example: Any, tree: Any) -> Any:
+    """A part of a batch with its dictionaries in the order of the example's. Raises RuntimeFailure where a value that
+    is no tensor, which is a part of the graph, is another one."""
+    if isinstance(example, dict) and isinstance(tree, Mapping) and set(example) == set(tree):
+        return {name: nested_as(part, tree[name]) for name, part in example.items()}
+    if isinstance(example, tuple | list) and isinstance(tree, tuple | list) and len(example) == len(tree):
+        return tuple(nested_as(part, other) for part, other in zip(example, tree, strict=True))
+    if isinstance(example, _VALUES) and isinstance(tree, _VALUES) and example != tree:
+        raise RuntimeFailure(
+            f"step got {tree!r} in the batch, where the graph computes with {example!r}, as imported",
+            "Make it a tensor where the plan is made, or plan for each value.",
+        )
+    return tree
 
 
 def sample_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:

@@ -83,23 +83,27 @@ def set_aside(weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return earlier
 
 
+def is_shared(gradient: Tensor, seen: set[int]) -> bool:
+    """Whether autograd has handed out one tensor for several weights, or one element for many: clipping and optimizers
+    write gradients. ``seen``: where the memory of the step's others is; this one's is added."""
+    where = gradient.data_ptr()
+    if where in seen or (not gradient.is_contiguous() and _repeats(gradient)):
+        return True
+    seen.add(where)
+    return False
+
+
 def add_earlier(stored: Stored, earlier: Mapping[str, Tensor], scale: float) -> None:
     """Gradients of earlier steps and, times ``scale``, of this one, unless a weight has been frozen since the plan was
     made; zero where no step reads, as on one device, where weight decay and momentum reach it, too."""
-    seen: set[int] = set()
-    for name, parameter in stored.weights.items():
+    for parameter in stored.weights.values():
         if not parameter.requires_grad:
             parameter.grad = None
-        if (gradient := parameter.grad) is not None:
-            # Autograd may hand out one tensor for several weights, or one element for many; clipping writes them.
-            where = gradient.data_ptr()
-            if scale != 1.0:
-                parameter.grad = gradient * scale
-            elif where in seen or (not gradient.is_contiguous() and _repeats(gradient)):
-                parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-            seen.add(where)
-        if name in earlier:
-            parameter.grad = earlier[name] if parameter.grad is None else earlier[name].add_(parameter.grad)
+        elif scale != 1.0 and parameter.grad is not None:
+            parameter.grad = parameter.grad * scale
+    for name, gradient in earlier.items():
+        parameter = stored.weights[name]
+        parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
     for _, rest in (region for regions in stored.rest.values() for region in regions):
         if rest.requires_grad and rest.grad is None:
             rest.grad = torch.zeros_like(rest)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from flexsearch.cost import Costs
@@ -53,6 +54,15 @@ def parallelize(
     for another model, RuntimeFailure if the ranks do not fit it or each other, or if ``torch.compile`` has no such
     backend.
     """
+    if not isinstance(strategy, Strategy):
+        raise StrategyError(
+            f"parallelize needs a strategy, not a {type(strategy).__name__}", "Read a file by Strategy.load(PATH)."
+        )
+    if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+        raise RuntimeFailure(
+            f"optimizer= is a function that makes one, not a {type(optimizer).__name__}",
+            "Pass a function of the weights: lambda weights: torch.optim.SGD(weights, lr=0.1).",
+        )
     _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
         inputs, targets, loss = strategy.example

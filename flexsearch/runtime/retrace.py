@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ class Source:
         rows: Mapping[str, int],
     ) -> None:  # fmt: skip
         self._model, self._loss, self._imported, self._rows = _without_weights(model), loss, imported, rows
+        self._original = weakref.ref(model)
         self._inputs, self._targets = on_meta(inputs), on_meta(targets)
         self._steps: dict[int, Imported] = {}
         self._forwards: dict[tuple[int, bool], tuple[Imported, Outputs]] = {}
@@ -33,16 +35,17 @@ class Source:
         if batch not in self._steps:
             graph = self._imported.graph
             inputs, targets = self._examples(batch)
-            self._steps[batch] = import_with_constants(
-                self._model, inputs, self._loss, targets=targets, name=graph.name, tracing=graph.tracing
-            )
+            with _read_as(self._original(), self._model):
+                self._steps[batch] = import_with_constants(
+                    self._model, inputs, self._loss, targets=targets, name=graph.name, tracing=graph.tracing
+                )
         return self._steps[batch]
 
     def forward(self, batch: int, evaluating: bool) -> tuple[Imported, Outputs]:
         """The forward pass on ``batch`` samples, in evaluation mode or as the model was when it was planned."""
         key = batch, evaluating
         if key not in self._forwards:
-            with _mode(self._model, evaluating):
+            with _mode(self._model, evaluating), _read_as(self._original(), self._model):
                 tracing = self._imported.graph.tracing
                 self._forwards[key] = import_forward(self._model, self._examples(batch)[0], tracing)
         return self._forwards[key]
@@ -80,6 +83,23 @@ def _without_weights(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, stand_ins)
     except Exception:  # modules may hold anything: locks, open files, generators
         return model
+
+
+@contextmanager
+def _read_as(original: nn.Module | None, copied: nn.Module) -> Iterator[None]:
+    """For a while, the modules of ``original``, if that is still in use, hold the parameters and buffers of their
+    copies: a loss with a penalty on the weights reads those of the model that its author knows."""
+    copies = dict(copied.named_modules(remove_duplicate=False))
+    before = []
+    try:
+        for name, module in original.named_modules() if original is not None and original is not copied else ():
+            own, of_copy = vars(module), vars(copies.get(name, module))
+            before.append((own, own["_parameters"], own["_buffers"]))
+            own.update(_parameters=of_copy["_parameters"], _buffers=of_copy["_buffers"])
+        yield
+    finally:
+        for own, parameters, buffers in before:
+            own.update(_parameters=parameters, _buffers=buffers)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from flexsearch.runtime.modes import refuse_modes
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import apart, without_synchronisation
 from flexsearch.runtime.recipes.synchronisation import Synchronisation
-from flexsearch.runtime.retrace import Source
+from flexsearch.runtime.retrace import Source, on_meta
 from flexsearch.runtime.stored import Stored
 from flexsearch.runtime.timeline import Timeline, record
 from flexsearch.runtime.torch_clip import clip_whole_gradients
@@ -106,6 +106,7 @@ class Parallel:
         """Keep what tracing again takes, and draw the first weights with ``function``, if that is one."""
         if example is not None:
             inputs, targets, loss = example
+            self.feed.example = on_meta(inputs), on_meta(targets)
             self.variants.source = Source(model, loss, inputs, targets, self.feed.imported, self.feed.rows)
         if function:
             if self.stored.loaded:
@@ -166,7 +167,13 @@ class Parallel:
             self.optimizer, self._one_call = self.synchronisation.optimizer, True
             return
         trained = [p for _, p in self.stored.parameters if p.requires_grad]
-        self.optimizer, self._one_call = make(trained) if trained else None, True
+        optimizer = make(trained) if trained else None
+        if trained and not isinstance(optimizer, Optimizer):
+            raise RuntimeFailure(
+                f"parallelize(optimizer=...) returned {optimizer!r} and no optimizer",
+                "Pass a function of the weights: lambda weights: torch.optim.SGD(weights, lr=0.1).",
+            )
+        self.optimizer, self._one_call = optimizer, True
         self.engine.update = self._update
 
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
@@ -175,7 +182,8 @@ class Parallel:
         count = self._count(named, samples)
         returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()
-        earlier, self._updated = set_aside(self.stored.weights), False
+        earlier = {} if self._one_call else set_aside(self.stored.weights)
+        self._updated = False
         smaller = self._smaller_step(count) if count < self.graph.batch else None
         results = self.engine.step(self._fed(named)) if smaller is None else smaller.run(named)
         if self._one_call and not self._updated:
@@ -198,8 +206,8 @@ class Parallel:
 
     def _count(self, named: Mapping[str, Tensor], samples: int | None) -> int:
         """Samples of the batch at hand."""
-        count = samples or self._batch_size.of(named, self.apart)
-        if not 0 < count <= self.graph.batch:
+        count = samples if samples is not None else self._batch_size.of(named, self.apart)
+        if not isinstance(count, int) or not 0 < count <= self.graph.batch:
             raise RuntimeFailure(
                 f"a batch of {count} samples, where the plan is for {self.graph.batch}",
                 "Give at most as many, or plan for a larger batch.",
@@ -241,6 +249,8 @@ class Parallel:
         operator by operator. Weights, gradients, buffers and dropout stay as they were. ``optimizer``: whose state is
         held, too. All ranks must call it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
         self.refuse_trace()
+        if steps < 1:
+            raise RuntimeFailure(f"a trace of {steps} steps", "Trace at least one.")
         earlier, drawn = set_aside(self.stored.weights), self.context.step
         one_call, update = self._one_call, self.engine.update
         self._one_call, self.engine.update = False, lambda: None

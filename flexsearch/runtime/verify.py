@@ -16,6 +16,13 @@ from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology
 
 
+def check_model(plan: str, model: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ImportModelError or StrategyError unless ``load_callable`` makes of ``model`` and ``arguments`` a model of
+    the graph that the strategy file ``plan`` is for."""
+    loaded = load_callable(model, **arguments)
+    trace(loaded.model, Strategy.load(plan), loaded.loss, loaded.inputs, loaded.targets)
+
+
 def measured(
     plans: Sequence[str], topology: str, model: str, arguments: Mapping[str, Any], steps: int, timeout_s: float
 ) -> list[float]:

@@ -48,14 +48,15 @@ class Plan:
 class ClimbSchedule:
     """``order``: plans to start from. ``folds``: into how many blocks plans may be folded. ``best``: the best of the
     starts, called ``found_in``. ``proposals``: the budget, if there is one. ``patience``: of a chain. ``before``:
-    number of earlier climbs with this seed."""
+    number of earlier climbs with this seed. ``least``: with fewer proposals a search has hardly begun, and nothing but
+    its budget or a local optimum ends it."""
 
     def __init__(
         self, order: Sequence[Start], folds: Sequence[int], best: Plan, found_in: str, proposals: int | None,
-        patience: int, before: int,
+        patience: int, before: int, least: int = 0,
     ) -> None:  # fmt: skip
         self.order, self.folds, self.best, self.found_in = order, (1, *folds), best, found_in
-        self.proposals, self.patience, self.before = proposals, patience, before
+        self.proposals, self.patience, self.before, self.least = proposals, patience, before, least
         self._planned: list[int] = []
         self._from_best: set[int] = set()
         """Which climbs start from the best plan, turns not counted."""
@@ -146,7 +147,8 @@ class ClimbSchedule:
             if better(climbed.evaluation, best):
                 last, best = total + (climbed.steps[-1].proposal if climbed.steps else 0), climbed.evaluation
             total += climbed.proposals
-            if best.feasible and limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED):
+            idle = best.feasible and limit > total >= last + limit / 2 and not climbed.phase.endswith(POLISHED)
+            if idle and (total >= self.least or self._best_of(climbs[: n + 1]).optimal):
                 polished = [c for c in climbs[n + 1 :] if c.phase.endswith(POLISHED)]
                 return [*climbs[: n + 1], *polished], f"half of the budget of {limit} proposals brought nothing better"
         return climbs, f"the budget of {limit} proposals was used up"

@@ -126,6 +126,15 @@ SIMPLIFYING: Final = 0.1
 """Simplifying the answer may take this share of a budget in seconds, on top of it. Taken: it takes less, but where one
 plan takes long."""
 
+# ---- splits of their own for gradients of weights
+
+GRADIENT_STARTS: Final = 3
+"""Climbs, from the best of the starts. Taken."""
+GRADIENT_ONE_BY_ONE: Final = 32
+"""Splits that are tried to be left out one by one, at most: each takes a whole simulation. Taken."""
+GRADIENT_WORTH: Final = 1e-3
+"""Share of the time that a split of its own must bring. Taken: less is not worth an entry in the file."""
+
 # ---- how often something is looked at: of no influence on what is found
 
 ROWS: Final = 128

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from math import inf, nextafter
 
 from flexsearch import children, compiled  # in this form, or every change here would compile everything anew
@@ -39,6 +39,8 @@ from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.topology import Topology
 
+INTERVAL = "working out the interval"
+
 
 def search(
     graph: OperatorGraph,
@@ -60,17 +62,18 @@ def search(
 ) -> SearchResult:
     """The best plan that is found within ``budget_s`` seconds or ``proposals`` proposals, whichever ends first (at
     least one must be given). The search also stops when half of the budget brought nothing better (FlexFlow, MLSys
-    2019, section 6.2); with seconds alone it may then still look for single changes that make the best plan better.
+    2019, section 6.2) and it has not hardly begun (``SearchResult.few``); with seconds alone it may then still look for
+    single changes that make the best plan better.
 
     ``start``: a plan to go on from; if a search with this seed found it, that search is continued. ``pins``: what is
     fixed (:mod:`flexsearch.search.pins`). ``rule``: another restriction, to the configs that it leaves as they are.
     ``margin``: the share of the time by which a plan must beat the best baseline to be preferred to it, as that is
     simpler; None: by so much that their predictions tell them apart. ``processes``: at most so many; None: one for
     each core. Ctrl-C ends the search with the best plan so far. ``on_phase``: called with what is done before the
-    climbs, in words, as soon as there is a plan. ``on_end``: called once, when the search itself is over: a
-    KeyboardInterrupt after that loses the result. The plan is never slower than the best baseline that fits into memory
-    (and obeys the pins), and fits if any known plan does. Raises StrategyError if ``start`` is not legal, a pin cannot
-    be obeyed or no budget is given."""
+    climbs and, unless Ctrl-C ended them, after them, in words, as soon as there is a plan. ``on_end``: called once,
+    when the search itself is over: a KeyboardInterrupt after that loses the result. The plan is never slower than the
+    best baseline that fits into memory (and obeys the pins), and fits if any known plan does. Raises StrategyError if
+    ``start`` is not legal, a pin cannot be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
     if not 0 <= seed < MAX_SEED:
@@ -97,6 +100,7 @@ def search(
                 raise
             over()
             reason = str(interrupt) or "interrupted"
+            run.on_phase = lambda phase: None  # what it calls may tell of the same interrupt again
         return run.result(reason, margin, tuple(pins))
 
 
@@ -228,8 +232,9 @@ class _Run:
             return "there is only one device: nothing to search"
         folds, order = in_order(self.climber, self.starts, self.found_in, self.rule, bool(self.before.climbs))
         self._schedule = ClimbSchedule(
-            order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs
-        )
+            order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs,
+            self._alternatives,
+        )  # fmt: skip
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
         workers = Workers(self.climber, setup, processes - 1, self._schedule.plan, self._look)
@@ -248,16 +253,18 @@ class _Run:
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
         turned = here is not None and here == self._turned
-        waits = turned or not best.feasible  # then it goes on to the end
-        reason = self.budget.ended(now - self.began, 0.0 if waits else now - self.improved)
         total, accepted = sum(c.proposals for c in climbs), sum(c.accepted for c in climbs)
+        optimal = any(c.optimal and not better(best, c.evaluation) for c in climbs)
+        idle_s = 0.0 if total < self._alternatives and not optimal else now - self.improved  # 0: it has hardly begun
+        waits = turned or not best.feasible  # then it goes on to the end
+        reason = self.budget.ended(now - self.began, 0.0 if waits else idle_s)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
             best_s = min(best, self.best.evaluation, key=by_rank).time_s
             self.on_progress(Progress(total, accepted, best_s, now - self.began, climbs[-1].phase))
         if reason:
             raise _Stop(reason)
-        left_s = self.budget.left(now - self.began, now - self.improved)
+        left_s = self.budget.left(now - self.began, idle_s)
         if left_s and not turned:
             rate = total / max(now - self.began, 1e-9) / self._processes
             polish = rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks
@@ -333,8 +340,11 @@ class _Run:
         if not name:
             limit = nextafter(baseline.evaluation.cost, 0.0) if baseline.evaluation.feasible else inf
             end = inf if self.budget.seconds is None else time.monotonic() + SIMPLIFYING * self.budget.seconds
+            self.on_phase("making the plan simpler")
             self.best = simpler(self.climber, self.best, limit, end)
+            self.on_phase("choosing the bucket size")
             self._rebucket()
+            self.on_phase(INTERVAL)
             simulation = self._simulation()
             feasible = baseline.evaluation.feasible
             if not feasible or is_faster(simulation, self.outcomes[best_name], margin):
@@ -363,6 +373,7 @@ class _Run:
         self._merge()
         others = runners_up(self.climbs, self.options, (plan.evaluation.time_s for plan in self.tuned.values()))
         name, aside = self._choose(margin)
+        self.on_phase(INTERVAL)
         simulation = self.outcomes[name].simulation if name else self._simulation()
         strategy = self._strategy(self.best.configs, self.options)
         strategy.prediction = Prediction(
@@ -371,6 +382,7 @@ class _Run:
             data_parallel_s=self.outcomes["data-parallel"].time_s,
             peak_bytes=max(simulation.peak_bytes),
         )
+        self.on_phase("working out the bound")
         bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
         strategy.search = Search(
             seed=self.seed, proposals=min(self.before.proposals + self.proposals, MAX_COUNT), start=self.found_in,
@@ -380,9 +392,10 @@ class _Run:
         return SearchResult(
             strategy, simulation, self.best.evaluation.feasible, self.best.optimal, bound_s, self.outcomes,
             tuple(self.history), tuple(self.trails), self.proposals, self.accepted, time.monotonic() - self.began,
-            reason, name, aside, others, len(self.climber.space.parts), self._alternatives(),
+            reason, name, aside, others, len(self.climber.space.parts), self._alternatives,
         )  # fmt: skip
 
+    @cached_property
     def _alternatives(self) -> int:
         """Other configs of one layer of each sort, together."""
         space = self.climber.space

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
@@ -20,19 +19,13 @@ from flexsearch.lower import lower
 from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_COUNT
 from flexsearch.search.climb import Climb, Climbed, Climber
+from flexsearch.search.constants import GRADIENT_ONE_BY_ONE, GRADIENT_STARTS, GRADIENT_WORTH
 from flexsearch.search.evaluate import Configs, by_rank
 from flexsearch.search.outcome import SearchResult, is_faster
 from flexsearch.search.pins import parse_pins
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import OperatorConfig, Options, Prediction, States, Strategy, make_config
 from flexsearch.topology import Topology
-
-STARTS: Final = 3
-"""Climbs, from the best of the starts. Taken."""
-ONE_BY_ONE: Final = 32
-"""Splits that are tried to be left out one by one, at most: each takes a whole simulation. Taken."""
-WORTH: Final = 1e-3
-"""Share of the time that a split of its own must bring. Taken: less is not worth an entry in the file."""
 
 
 class _Over(Exception):
@@ -52,7 +45,7 @@ def search_weight_gradients(
     divided = with_weight_gradients(graph, names)
     own = Costs(divided, topology, costs.profile)
     climber = Climber(divided, topology, own, options, seed, parse_pins(pins, divided, topology))
-    best, made, interrupted = _climb(climber, _starts(graph, divided, result), began, budget_s, proposals)
+    best, made, interrupted = _climb(climber, _starts(divided, result), began, budget_s, proposals)
     if interrupted:
         result = replace(result, stopped="interrupted")
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
@@ -81,7 +74,7 @@ def search_weight_gradients(
     )  # fmt: skip
 
 
-def _starts(graph: OperatorGraph, divided: OperatorGraph, result: SearchResult) -> list[Configs]:
+def _starts(divided: OperatorGraph, result: SearchResult) -> list[Configs]:
     """The answer and the baselines, each with gradients of weights split as the rest, and whole on every device."""
     plans = [result.strategy, *(outcome.strategy for outcome in result.baselines.values())]
     starts: list[Configs] = []
@@ -107,7 +100,7 @@ def _climb(
     )
     now, best = ranked[0]
     left, made = proposals if proposals is not None else MAX_COUNT, 0
-    for k, (_, start) in enumerate(ranked[:STARTS]):
+    for k, (_, start) in enumerate(ranked[:GRADIENT_STARTS]):
         last: list[Climbed] = []
 
         def watch(climbed: Climbed, last: list[Climbed] = last) -> None:
@@ -115,7 +108,7 @@ def _climb(
             if budget_s is not None and time.monotonic() - began >= budget_s:
                 raise _Over
 
-        share = left // (min(STARTS, len(ranked)) - k)
+        share = left // (min(GRADIENT_STARTS, len(ranked)) - k)
         ended = interrupted = False
         try:
             climber.climb(Climb(k, k, "weight gradients", start, share, now), watch)
@@ -144,7 +137,7 @@ def _simplified(climber: Climber, configs: Configs) -> Configs:
         config = (now[i + 1] if op.half == "weights" else now[i]).sharded(States.WHOLE)
         if config != now[i]:
             simpler = (*now[:i], config, *now[i + 1 :])
-            if (found := climber.evaluate(simpler).cost) <= (1.0 + WORTH) * cost:
+            if (found := climber.evaluate(simpler).cost) <= (1.0 + GRADIENT_WORTH) * cost:
                 now, cost = list(simpler), min(cost, found)
     return tuple(now)
 
@@ -165,9 +158,9 @@ def _worth_it(
     best = tried(())
     gone: tuple[str, ...] = ()
     # All at once; if that loses something, one by one.
-    for more in ((*same,), *((name,) for name in same[:ONE_BY_ONE])):
+    for more in ((*same,), *((name,) for name in same[:GRADIENT_ONE_BY_ONE])):
         other = tried((*gone, *more))
-        if other[1].makespan_s <= (1.0 + WORTH) * best[1].makespan_s:
+        if other[1].makespan_s <= (1.0 + GRADIENT_WORTH) * best[1].makespan_s:
             gone, best = (*gone, *more), other
             if len(gone) == len(same):
                 break

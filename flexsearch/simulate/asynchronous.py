@@ -56,7 +56,7 @@ class AsynchronousTime:
         self._lead = lead if lead is not None and self._bounded else 0
         self._steps = STEPS + 2 * self._lead
         rows = with_pushes(workers.lowered, workers.rows, self._group)
-        self._layout = _Layout(rows, self._steps)
+        self._layout = _Layout(rows)
         self._run = Run(repeated(rows, (self._group,), self._steps), recorded=True)
         self._run.segments = self._run.segments._replace(**{
             name: getattr(self._run.segments, name).copy()
@@ -254,7 +254,7 @@ class _Layout:
     ``first_row``, ``first_place``: of the recipe's communications in it; ``owner``: by place, the device whose
     communication it is; ``actions``: of a step, by device; ``device``, ``scaled``: by step of the rows."""
 
-    def __init__(self, rows: Rows, steps: int) -> None:
+    def __init__(self, rows: Rows) -> None:
         segments, schedule, segment = rows.segments, rows.schedule, rows.segment
         self.blocks, self.communications = len(schedule.kind), len(segments.missing)
         recipe = int(np.flatnonzero(schedule.kind == RECIPE)[0])

@@ -3,7 +3,7 @@ gradients that readers make."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,10 @@ from flexsearch.simulate.spans import (
     end_of,
     prolong,
 )
+from flexsearch.strategy import OVER_ALL, States
+
+OF_EACH = np.uint32(States.GRADIENTS * OVER_ALL)
+"""Least ``sharding`` of weights whose gradients are synchronised for each microbatch."""
 
 
 @lean
@@ -66,22 +70,30 @@ def distribute(
         used = _unpacking(sources, slot, again, sent)
     else:
         used = _first_use(sources, state, slots, k, last, again, home, sent)
+    joined = begins = put_together(sources.units, sent, used)
+    if gathered and again == 0 and not _gathered_each(sources, slot, now):
+        begins = sent  # it is there once, not from one moment of each microbatch on
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = ZERO
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
-            if role & TAKES_PART:
-                prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        copies = not gathered or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
-        part = COPIES if gathered else ACTIVATIONS
-        holder = land(sources, spans, row, copies, now, sent, used, part)
+            leave(landings, spans, row, original, sent, joined)
+        holder = land(landings, spans, row, now, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
             prolong(spans, holder, spared if partner != NOTHING and spans.reads[d] == 0 else until)
             for j in range(k, last):
                 hand_on(sources, state, np.uint64(slots[j]), slot, d, holder, again, home, spans)
+
+
+@lean
+def _gathered_each(sources: Sources, slot: Any, now: Any) -> Any:
+    """Whether the weight that a slot reads is gathered at ``now`` for each microbatch."""
+    units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
+    each = units.regather_block[w] != NOTHING and now == TWO * np.uint64(units.gather_block[w])
+    return each or units.several[1] == 0
 
 
 @lean
@@ -207,61 +219,98 @@ def put_together(units: Units, sent: Any, used: Any) -> Any:
 
 
 @lean
+def leave(landings: Landings, spans: Spans, row: Any, original: Any, sent: Any, joined: Any) -> None:
+    """Keep what a device sends of an activation or its gradient until it has been ``sent``, or where a copy is made of
+    a part of it and of what arrives, until it is put together (``joined``), of two phases by the first."""
+    if landings.role[row] & TAKES_PART:
+        prolong(spans, original, joined if landings.staged[row] > 0 and landings.middle[row] == 0 else sent)
+
+
+@lean
+def arrives_in_parts(landings: Landings, row: Any) -> Any:
+    """Whether the last phase of a reshard brings a device only parts of what it is for."""
+    return landings.staged_again[row] > 0 or (landings.staged[row] > 0 and landings.middle[row] == 0)
+
+
+@lean
 def land(
-    sources: Sources, spans: Spans, row: Any, copies: Any, born: Any, sent: Any, used: Any, part: Any
+    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, joined: Any, begins: Any, part: Any
 ) -> Any:  # fmt: skip
-    """What a reshard of an activation, its gradient or a weight leaves on a device: if it ``copies``, the copy (its
-    handle is returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
-    copy from what it has; ``sent``: the moment of both phases; ``used``: when a computation waits for it. Activations
-    and their gradients are put together from buffers right before that."""
-    landings = sources.landings
-    d, role = np.uint64(landings.device[row]), landings.role[row]
+    """What a reshard of an activation, its gradient or a weight leaves on a device: the copy (its handle is
+    returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
+    copy from what it has; ``sent``: the moment of both phases; ``joined``: when what arrives is put together, right
+    before a computation waits for it; ``begins``: since when the result of that counts. What the first of two phases
+    brings is put together before the second one."""
+    d, role, middle = np.uint64(landings.device[row]), landings.role[row], landings.middle[row]
+    staged, again = landings.staged[row], landings.staged_again[row]
     begin = sent if role & TAKES_PART else born
-    apart = part == ACTIVATIONS or (part == COPIES and sources.units.several[1] == 0)
-    joined = put_together(sources.units, sent, used) if apart else used
-    if landings.middle[row] > 0:
-        add(spans, d, landings.middle[row], BUFFERS, begin, sent if role & TAKES_PART_AGAIN else begin)
-    for staged in (landings.staged[row], landings.staged_again[row]):
-        if staged > 0:
-            add(spans, d, staged, BUFFERS, sent, joined)
+    if middle > 0:
+        last = joined if landings.copy[row] > again > 0 else sent  # a part of it stays here
+        add(spans, d, middle, BUFFERS, begin, last if role & TAKES_PART_AGAIN else begin)
+    if staged > 0:
+        add(spans, d, staged, BUFFERS, sent, sent if middle > 0 else joined)
+    if again > 0:
+        add(spans, d, again, BUFFERS, sent, joined)
+    copies = part == ACTIVATIONS or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
     if copies and landings.copy[row] > 0:
         if role & TAKES_PART_AGAIN:
             begin = sent
-        if apart and landings.staged[row] + landings.staged_again[row] > 0:
-            begin = joined
+        if arrives_in_parts(landings, row):
+            begin = max(begin, begins)
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
 
 
+class Exchanged(NamedTuple):
+    """When a weight's gradients are exchanged: moments at which the first phase is ``sent`` and the second ``again``,
+    and at which what they bring is ``used``; in the next microbatch if it is ``carried`` over."""
+
+    sent: Any
+    again: Any
+    used: Any
+    carried: Any
+
+
 @lean
-def land_gradient(
-    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, again: Any, used: Any, carried: Any
-) -> Any:
+def exchanged(units: Units, w: Any, sharding: Any) -> Any:
+    """``Exchanged`` of weight ``w``."""
+    each = sharding >= OF_EACH
+    sent = TWO * np.uint64(units.each_block[w] if each else units.sync_block[w]) + ONE
+    again = TWO * np.uint64(units.each_second[w] if each else units.second_block[w]) + ONE
+    used = TWO * np.uint64(units.each_added[w] if each else units.added_block[w])
+    if sharding == 0:
+        used = TWO * np.uint64(units.update_block[0])
+    return Exchanged(sent, again, used, used < sent)
+
+
+@lean
+def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: Any) -> Any:
     """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
     none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
-    cuts out what stays, unless it sends the rest; ``sent``, ``again``: moments of the phases; ``used``: when what they
-    bring is added, in the next microbatch if it is ``carried``. The layout in between is put together before the second
-    phase, from which on it is kept, and the gradient when it is used, but where a part of the device's own is as large:
-    what arrives is added to that."""
+    cuts out what stays, unless it sends the rest; ``when``: ``Exchanged``. The layout in between is put together before
+    the second phase, from which on it is kept, and the gradient when it is used, but where a part of the device's own
+    is as large: what arrives is added to that."""
     d, role = np.uint64(landings.device[row]), landings.role[row]
     twice, copy, staged = role & TAKES_PART_AGAIN != 0, landings.copy[row], landings.staged[row]
-    begin = sent if role & SENDS else born
+    begin = when.sent if role & SENDS else born
+    last = when.again if twice else when.used
     if landings.middle[row] > 0:
-        middle = sent if role & TAKES_PART else born
-        kept = add(spans, d, landings.middle[row], BUFFERS, middle, max(used, again) if twice else middle)
-        carry(spans, kept, used, twice and carried)
+        middle = when.sent if role & TAKES_PART else born
+        kept = add(spans, d, landings.middle[row], BUFFERS, middle, max(when.used, when.again) if twice else middle)
+        carry(spans, kept, when.used, twice and when.carried)
     if staged > 0:
-        carry(spans, add(spans, d, staged, BUFFERS, sent, again if twice else used), used, carried and not twice)
+        carry(spans, add(spans, d, staged, BUFFERS, when.sent, last), when.used, when.carried and not twice)
     if landings.staged_again[row] > 0:
-        carry(spans, add(spans, d, landings.staged_again[row], BUFFERS, again, used), used, carried)
+        again = add(spans, d, landings.staged_again[row], BUFFERS, when.again, when.used)
+        carry(spans, again, when.used, when.carried)
     if copy == 0:
         return ZERO
     if twice:
-        begin = again if carried else max(used, again)
-    elif staged > 0 and role & OWN == 0 and not carried:
+        begin = when.again if when.carried else max(when.used, when.again)
+    elif staged > 0 and role & OWN == 0 and not when.carried:
         if copy > staged:
-            add(spans, d, copy - staged, GRADIENTS, begin, used)
-        begin = used
+            add(spans, d, copy - staged, GRADIENTS, begin, when.used)
+        begin = when.used
     return add(spans, d, copy, GRADIENTS, begin, begin)
 
 

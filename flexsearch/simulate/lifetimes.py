@@ -24,13 +24,14 @@ last moment, both included. These are the spans:
   forward passes alone, unless they are outside of its checkpointed region; from its second forward pass for what its
   region needs in the backward pass. What a region reads from outside lives until the region reads it again, and to the
   backwards that use it. A weight that is **gathered again** lives from each gather to the last use before the next.
-- The **layout in between** of a reshard of two phases: from the first communication that the device takes part in to
-  that of the second phase; of gradients of weights, which a device keeps its part of, until they are added.
+- The **layout in between** of a reshard of two phases, which is put together before the second one: from the first
+  communication that the device takes part in to that of the second phase, or until a copy is put together from a part
+  of it; of gradients of weights, which a device keeps its part of, until they are added.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it. Activations and their gradients are put together at the moment before, if every
-  microbatch runs the block there (``Units.ready``): there the buffer and what else they are made of end, and the copy
-  begins. So with gathered weights, if there is one microbatch: those that are gathered together where the
-  first of them is read (``Units.unpack_block``).
+  second phase, or to the first computation that waits for it. What that reads is put together at the moment before, if
+  every microbatch runs the block there (``Units.ready``): there the buffer and what else it is made of end, and the
+  copy begins. Weights that are gathered together are put together where the first of them is read
+  (``Units.unpack_block``); those that are gathered once for several microbatches count from the communication on.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
@@ -81,13 +82,16 @@ from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
+    arrives_in_parts,
     differentiate,
     distribute,
+    exchanged,
     hand_on,
     is_late,
     land,
     land_gradient,
     last_use,
+    leave,
     message_bytes,
     note_gradient,
     put_together,
@@ -114,7 +118,7 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import OVER_ALL, States
 
 _takes_copy = lean(takes_copy)
-_GRADIENTS, _WEIGHTS = (np.uint32(states * OVER_ALL) for states in (States.GRADIENTS, States.WEIGHTS))
+_WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
 @lean
@@ -324,12 +328,12 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         until = TWO * np.uint64(sources.units.weight_block[producer])
         if sources.units.hands_on[producer] == 1:  # it is that of an operand, too
             until = np.uint64(sources.units.ready[used // TWO])
+    joined = put_together(sources.units, sent, used)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
-        if role & TAKES_PART:
-            prolong(spans, original, put_together(sources.units, sent, used) if landings.staged[row] > 0 else sent)
-        holder = land(sources, spans, row, True, now, sent, used, ACTIVATIONS)
+        leave(landings, spans, row, original, sent, joined)
+        holder = land(landings, spans, row, now, sent, joined, joined, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])
@@ -340,8 +344,8 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
             larger = original == ZERO or landings.copy[row] > spans.nbytes[original - ONE]
             spans.born[d] = own and (larger or role & RECEIVES != 0)
         elif holder > ZERO and role & RECEIVES:
-            prolong(spans, holder, put_together(sources.units, sent, used))
-            if spans.born[d] == 1 and used > sent and landings.staged[row] + landings.staged_again[row] > 0:
+            prolong(spans, holder, joined)
+            if spans.born[d] == 1 and used > sent and arrives_in_parts(landings, row):
                 spans.size[0] = holder - ONE  # added in the memory of the sum
             spans.born[d] = 1
         elif holder > ZERO and original > ZERO:
@@ -371,7 +375,7 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
-    before = ZERO
+    before, when = ZERO, exchanged(units, w, sharding)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
@@ -384,60 +388,49 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 itemsize = units.weight_itemsize[w]
                 differentiate(sources, state, program.reader, k, last, template, before, itemsize, GRADIENTS, spans)
                 before += entries_of(sources.layouts, np.uint64(state.need[slot]))
-                each = sharding >= _GRADIENTS
-                sent = np.uint64(units.each_block[w] if each else units.sync_block[w])
-                added = np.uint64(units.each_added[w] if each else units.added_block[w])
-                summed = not each and sent != units.each_block[w]
-                alone = sharding > ZERO and units.several[0] == 0
-                _send_gradients(sources, template, TWO * sent + ONE, TWO * added, summed, alone, units.shared[w], spans)
+                _send_gradients(sources, w, template, when, spans)
     if trained:
-        _synchronise(sources, w, template, sharding, spans)
+        _synchronise(sources, template, when, spans)
 
 
 @lean
-def _send_gradients(
-    sources: Sources, template: Any, sent: Any, used: Any, summed: Any, alone: Any, shared: Any, spans: Spans
-) -> None:  # fmt: skip
-    """Keep the gradients of an edge until they are ``sent``; those that are stored as they are until the update; those
-    of which a part is cut out that stays, until they are complete, if they are ``summed`` over microbatches. If what
-    is received is ``used`` in the next microbatch and they are ``alone``, the message is under way until then."""
-    landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
+def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they are sent (``when``: ``copies.Exchanged``); those that are stored as they
+    are until the update; those of which a part is cut out that stays, until they are complete, if they are summed over
+    microbatches. If what is received is used in the next microbatch and there is one stage, the message is under way
+    until then."""
+    landings, units = sources.landings, sources.units
+    summed = when.sent != TWO * np.uint64(units.each_block[w]) + ONE
+    alone = when.carried and units.several[0] == 0
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
             if role & SENDS or (summed and role & ALIASED == 0):
-                prolong(spans, handle, sent)
+                prolong(spans, handle, when.sent)
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
-                prolong(spans, handle, update)
+                prolong(spans, handle, TWO * np.uint64(units.update_block[0]))
             elif role & SENDS:
-                gradient, carried = spans.nbytes[handle - ONE], alone and used < sent
-                kept = landings.copy[row]
-                message = gradient - kept if carried else message_bytes(landings, row, gradient, shared)
-                if message != 0 and (message > 0 or not carried):
-                    carry(spans, add(spans, d, message, BUFFERS, sent, sent), used, carried)
+                gradient = spans.nbytes[handle - ONE]
+                message = gradient - landings.copy[row]
+                if not alone:
+                    message = message_bytes(landings, row, gradient, units.shared[w])
+                if message != 0 and (message > 0 or not alone):
+                    carry(spans, add(spans, d, message, BUFFERS, when.sent, when.sent), when.used, alone)
 
 
 @lean
-def _synchronise(sources: Sources, w: Any, template: Any, sharding: Any, spans: Spans) -> None:
+def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> None:
     """What synchronising the gradients of a weight leaves on devices."""
-    landings, units = sources.landings, sources.units
-    first, second = np.uint64(units.sync_block[w]), np.uint64(units.second_block[w])
-    added, update = np.uint64(units.added_block[w]), TWO * np.uint64(units.update_block[0])
-    if sharding >= _GRADIENTS:
-        first, second = np.uint64(units.each_block[w]), np.uint64(units.each_second[w])
-        added = np.uint64(units.each_added[w])
-    used = TWO * added if sharding > ZERO else update
-    sent, again = TWO * first + ONE, TWO * second + ONE
-    carried = used < sent
+    landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
-            born = sent
-        prolong(spans, land_gradient(landings, spans, row, born, sent, again, used, carried), update)
-        if carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
-            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, sent, sent)
-            carry(spans, kept, used, True)
+            born = when.sent
+        prolong(spans, land_gradient(landings, spans, row, born, when), update)
+        if when.carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
+            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, when.sent, when.sent)
+            carry(spans, kept, when.used, True)

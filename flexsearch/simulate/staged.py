@@ -141,7 +141,7 @@ class Step:
         return self.share(lambda time: time.communicate_s)
 
 
-def step_of(simulators: StagedSimulators, pipeline: Pipeline, simulator: DeltaSimulator) -> Step:
+def step_of(simulators: StagedSimulators, simulator: DeltaSimulator) -> Step:
     """The step of the plan that a simulator, one of ``simulators``, has at hand."""
     graph = simulators.graph
     account, sources = make_account(simulator.rows)
@@ -171,7 +171,7 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
     share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
-    return step_of(simulators, pipeline, simulators.simulator(pipeline, configs, strategy.options))
+    return step_of(simulators, simulators.simulator(pipeline, configs, strategy.options))
 
 
 def _step_with_recipes(graph: OperatorGraph, strategy: Strategy, profile: Profile | None) -> Step:

@@ -165,7 +165,7 @@ def make_units(
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
-        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table.kind, microbatches),
+        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table, microbatches),
     )  # fmt: skip
 
 
@@ -254,11 +254,13 @@ def _unpacked(
     return found[0], found[1]
 
 
-def _ready(kind: npt.NDArray[Any], microbatches: int) -> Numbers:
+def _ready(table: BlockTable, microbatches: int) -> Numbers:
     """``Units.ready``. Blocks that run once for all microbatches are no place for what each of them puts together."""
-    follows = np.isin(np.roll(kind, 1), _REPEATED) | (microbatches == 1)
+    repeated = np.isin(table.kind, _REPEATED)
+    repeated[table.gather_of[table.regather_of != NOTHING]] = True
+    follows = np.roll(repeated, 1) | (microbatches == 1)
     follows[:1] = False
-    return (2 * np.arange(len(kind)) - follows).astype(np.uint32)
+    return (2 * np.arange(len(follows)) - follows).astype(np.uint32)
 
 
 def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:

@@ -97,7 +97,10 @@ def balance(loads: Sequence[float], count: int) -> list[int]:
     least = [0.0] + [inf] * len(loads)  # [n]: of the first n loads on the places so far
     cuts: list[list[int]] = []
     for place in range(count):
-        costs = [[(least[s] + (total[n] - total[s]) ** 2, s) for s in range(place, n)] for n in range(len(loads) + 1)]
+        costs = [
+            [(least[s] + (total[n] - total[s]) * (total[n] - total[s]), s) for s in range(place, n)]
+            for n in range(len(loads) + 1)
+        ]
         best = [min(row, default=(inf, 0)) for row in costs]
         least = [cost for cost, _ in best]
         cuts.append([start for _, start in best])

@@ -17,7 +17,7 @@ from flexsearch.strategy.config import OperatorConfig, States
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import ranks_of
-from flexsearch.strategy.stage_modules import stage_modules
+from flexsearch.strategy.stage_modules import StageModules, stage_modules
 from flexsearch.strategy.tensor_parallel import NATIVE, Flow, check_split, flow
 
 SINGLE: Final = ("gpipe", "1f1b")
@@ -39,7 +39,7 @@ class NativePlan:
     flow: Flow
     states: States
     held: tuple[tuple[int, ...], ...]
-    modules: tuple[tuple[str, ...], ...]
+    stages: StageModules
     elsewhere: tuple[str, ...]
 
     @property
@@ -85,7 +85,7 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
     split = _split(graph, configs, [grids[stage] for stage in stage_of])
     flowing = flow(graph, len(grids[0][0]), split, stage_of)
     elsewhere = _elsewhere(graph, configs, flowing, [grids[stage] for stage in stage_of])
-    modules = stage_modules(graph, stage_of) if len(grids) > 1 else ()
+    stages = stage_modules(graph, stage_of, ranks) if len(grids) > 1 else StageModules()
     block = len(strategy.cluster.devices) // pipeline.replicas
     mesh = tuple(
         tuple(tuple(d + k * block for d in row) for k in range(pipeline.replicas) for row in grids[rank[0]])
@@ -93,7 +93,7 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
     )
     _check_function(strategy, graph, len(mesh[0]))
     states = _states(graph, configs) if len(mesh[0]) > 1 else States.WHOLE
-    return NativePlan(mesh, split, flowing, states, tuple(ranks), modules, elsewhere)
+    return NativePlan(mesh, split, flowing, states, tuple(ranks), stages, elsewhere)
 
 
 def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:

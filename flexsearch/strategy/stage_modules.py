@@ -1,65 +1,192 @@
-"""Stages as sets of modules: what a rank of a pipeline keeps of the model."""
+"""Stages as sets of modules: what a rank of a pipeline keeps of the model, and what it gets from the stage before.
+
+Each rank runs the whole forward of the model on the whole batch of its replica, with stand-ins for the modules of other
+stages. What the model computes outside of these modules (masks, positions, additions) is computed on every rank that
+needs it, from the batch and from what modules of earlier stages returned; these tensors pass from stage to stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from flexsearch.errors import StrategyError
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph
+from flexsearch.strategy.baselines import has_weights, is_heavy
 
 NATIVE = "Search with `flexsearch optimize --space native`, or move the border of the stage."
+RANDOM: Final = ("dropout", "uniform", "normal")
+"""Operators that give something else each time they are computed."""
 
 
-def stage_modules(graph: OperatorGraph, stage_of: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The modules of each stage, in the order in which they run: a rank keeps those of its stages, and in the place of
-    the others hands on their first argument. ``stage_of``: by operator. Raises StrategyError where a model cannot be
-    taken apart so: a module in two stages that computes something itself, a weight that two stages read, several
-    tensors or a second input that cross a border."""
-    inside = [i for i, op in enumerate(graph.operators) if op.module != "loss"]
-    homes: dict[str, set[int]] = {}
-    for i in inside:
-        parts = graph.operators[i].module.split(".")
-        for k in range(len(parts) + 1):
-            homes.setdefault(".".join(parts[:k]), set()).add(stage_of[i])
-    modules: list[dict[str, None]] = [{} for _ in range(1 + max(stage_of))]
-    for i in inside:
-        op = graph.operators[i]
-        parts = op.module.split(".") if op.module else []
-        path = next((p for k in range(len(parts) + 1) if len(homes[p := ".".join(parts[:k])]) == 1), None)
-        if path is None:
+@dataclass(frozen=True)
+class StageModules:
+    """``modules``: of each stage, in the order in which they run. ``entering``: of each stage, the modules of earlier
+    ones whose outputs it gets. ``tied``: trained weights that several stages read, each as its name by stage."""
+
+    modules: tuple[tuple[str, ...], ...] = ()
+    entering: tuple[tuple[str, ...], ...] = ()
+    tied: tuple[dict[int, str], ...] = ()
+
+
+def stage_modules(
+    graph: OperatorGraph, stage_of: Sequence[int], held: Sequence[Sequence[int]]
+) -> StageModules:  # fmt: skip
+    """The stages of ``stage_of`` (by operator) as modules. ``held``: the stages of each rank. Raises StrategyError
+    where a model cannot be taken apart so, by the first operator that is in the way: one outside of the modules that
+    has weights, is worth a stage or draws random numbers; a module that hands on several tensors."""
+    stages = _Stages(graph, stage_of)
+    if empty := [stage for stage, names in enumerate(stages.modules) if not names]:
+        raise StrategyError(f"stages: stage {empty[0]} has no module of the model", NATIVE)
+    needed = [stages.needed(stage) for stage in range(len(stages.modules))]
+    for stage in reversed(range(1, len(needed))):  # what comes from further back passes through
+        needed[stage - 1] |= {name for name in needed[stage] if stages.home(name) < stage - 1}
+    entering = [sorted(names, key=lambda name: graph.producer[name]) for names in needed]
+    if apart := [stage for stage, names in enumerate(entering) if stage and not names]:
+        raise StrategyError(f"stages: stage {apart[0]} computes nothing from what earlier ones return", NATIVE)
+    stages.check(entering)
+    return StageModules(
+        tuple(tuple(names) for names in stages.modules),
+        tuple(tuple(stages.module_of(name) for name in names) for names in entering),
+        _tied(graph, stages, held),
+    )
+
+
+@dataclass
+class _Stages:
+    """``paths``: by operator, the module that one stage has whole and whose parent it has not; "" for operators
+    outside of such modules, None for those of the loss, which is no part of the model."""
+
+    graph: OperatorGraph
+    stage_of: Sequence[int]
+    paths: list[str | None] = field(init=False)
+    modules: list[dict[str, None]] = field(init=False)
+    repeated: dict[int, set[int]] = field(default_factory=dict)
+    """Operators outside of modules, and the stages that compute them."""
+
+    def __post_init__(self) -> None:
+        homes: dict[str, set[int]] = {}
+        for op, stage in zip(self.graph.operators, self.stage_of, strict=True):
+            for path in _path(op) if op.module != "loss" else ():
+                homes.setdefault(path, set()).add(stage)
+        self.paths, self.modules = [], [{} for _ in range(1 + max(self.stage_of))]
+        for op, stage in zip(self.graph.operators, self.stage_of, strict=True):
+            whole = next((path for path in _path(op) if path and len(homes.get(path, ())) == 1), "")
+            self.paths.append(None if op.module == "loss" else whole)
+            if self.paths[-1]:
+                self.modules[stage][whole] = None
+
+    def home(self, tensor: str) -> int:
+        """The stage that makes an activation."""
+        return self.stage_of[self.graph.producer[tensor]]
+
+    def module_of(self, tensor: str) -> str:
+        """The module of a stage that returns an activation; "" if it is made outside of them."""
+        return self.paths[self.graph.producer[tensor]] or ""
+
+    def needed(self, stage: int) -> set[str]:
+        """What a stage gets of what the modules of earlier ones return. Notes what it computes outside of modules."""
+        graph, last = self.graph, stage == len(self.modules) - 1
+        found: set[str] = set()
+        seen: set[int] = set()
+        todo = [i for i, path in enumerate(self.paths) if path and self.stage_of[i] == stage]
+        if last:
+            todo += [graph.producer[graph.loss], *(i for i, path in enumerate(self.paths) if path is None)]
+        while todo:
+            i = todo.pop()
+            if i in seen:
+                continue
+            seen.add(i)
+            if self.paths[i] == "":
+                self.repeated.setdefault(i, set()).add(stage)
+            for name in graph.operators[i].inputs:
+                if name not in graph.producer:
+                    continue
+                if not self.module_of(name):
+                    todo.append(graph.producer[name])
+                elif self.home(name) < stage:
+                    found.add(name)
+        return found
+
+    def check(self, entering: Sequence[Sequence[str]]) -> None:
+        """Raise StrategyError where ranks would compute something else than the plan, or too much of it."""
+        for i, op in enumerate(self.graph.operators):
+            if self.paths[i] != "":
+                continue
+            where = f"module {op.module!r}" if op.module else "the model"
+            says = f"stages: operator {op.name!r} is computed by {where} itself, which is in several stages; "
+            if has_weights(self.graph, i):
+                raise StrategyError(says + "each rank of PyTorch's pipeline would train weights of its own", NATIVE)
+            if len(self.repeated.get(i, ())) > 1 and (op.kind in RANDOM or is_heavy(self.graph, i)):
+                why = "draw other numbers for it" if op.kind in RANDOM else "compute all of it"
+                raise StrategyError(f"{says}{len(self.repeated[i])} ranks would {why}", NATIVE)
+        returned = self._returned()
+        for stage in range(1, len(self.modules)):
+            for path, names in returned.items():
+                if self.home(names[0]) < stage:
+                    self._check_stand_in(path, names, stage, entering[stage])
+
+    def _returned(self) -> dict[str, list[str]]:
+        """What is read of the activations of a module outside of it."""
+        found: dict[str, list[str]] = {}
+        for name, producer in self.graph.producer.items():
+            path = self.paths[producer]
+            if path and any(self.paths[reader] != path for reader, _ in self.graph.consumers[name]):
+                found.setdefault(path, []).append(name)
+        return found
+
+    def _check_stand_in(self, path: str, names: Sequence[str], stage: int, entering: Sequence[str]) -> None:
+        """Raise StrategyError unless a tensor that enters a stage can stand for what a module of an earlier one
+        returns: it is that, or it is not computed with, or has its shape."""
+        if len(names) > 1:
             raise StrategyError(
-                f"stages: operator {op.name!r} is computed by {f'module {op.module!r}' if op.module else 'the model'} "
-                "itself, which is in several stages; each rank of PyTorch's pipeline would compute it",
+                f"stages: module {path!r} hands on {names[0]!r} and {names[1]!r} to others; in stage {stage} of "
+                "PyTorch's pipeline a module that is not there stands for one tensor",
+                NATIVE + " A pipeline can be exported where every module before a border returns one tensor.",
+            )
+        own = self.graph.tensor[names[0]]
+        readers = [reader for reader, _ in self.graph.consumers[own.name] if self.paths[reader] == ""]
+        if own.name in entering or not readers:
+            return
+        first = self.graph.tensor[entering[0]]
+        alike = zip(reversed(own.shape), reversed(first.shape), strict=False)
+        if own.floating != first.floating or not all(size in (1, other) for size, other in alike):
+            raise StrategyError(
+                f"stages: operator {self.graph.operators[readers[0]].name!r} is computed by the model itself from "
+                f"{own.name!r}, of shape {own.shape}; in stage {stage}, which does not compute that, the model has "
+                f"{first.name!r}, of shape {first.shape}, in its place",
                 NATIVE,
             )
-        modules[stage_of[i]][path] = None
-    _check_borders(graph, stage_of)
-    if empty := [stage for stage, names in enumerate(modules) if not names]:
-        raise StrategyError(f"stages: stage {empty[0]} has no module of the model", NATIVE)
-    return tuple(tuple(names) for names in modules)
 
 
-def _check_borders(graph: OperatorGraph, stage_of: Sequence[int]) -> None:
-    crossing: dict[int, str] = {}
-    for i, op in enumerate(graph.operators):
-        if op.module == "loss":
+def _path(op: Operator) -> Iterable[str]:
+    """The modules that an operator is in, from the model ("") on."""
+    parts = op.module.split(".") if op.module else []
+    return (".".join(parts[:k]) for k in range(len(parts) + 1))
+
+
+def _tied(graph: OperatorGraph, stages: _Stages, held: Sequence[Sequence[int]]) -> tuple[dict[int, str], ...]:
+    """The weights that several stages read. Raises StrategyError where their gradients cannot be added up."""
+    found = []
+    for tensor in graph.of_kind("parameter"):
+        readers = [graph.operators[reader] for reader, _ in graph.consumers[tensor.name]]
+        at = [stages.stage_of[graph.index[op.name]] for op in readers]
+        if len(set(at)) < 2:
             continue
-        for name in op.inputs:
-            kind, stage = graph.tensor[name].kind, stage_of[i]
-            home = stage_of[graph.producer[name]] if name in graph.producer else stage
-            if kind == "parameter" and len({stage_of[reader] for reader, _ in graph.consumers[name]}) > 1:
-                raise StrategyError(f"stages: several read {name!r}; PyTorch's pipelining would train two", NATIVE)
-            if kind == "input" and stage:
-                raise StrategyError(
-                    f"stages: operator {op.name!r} in stage {stage} reads the input {name!r}, which PyTorch's "
-                    "pipelining gives to the first stage alone",
-                    NATIVE,
-                )
-            if home == stage:
-                continue
-            if home != stage - 1 or crossing.setdefault(stage, name) != name:
-                raise StrategyError(
-                    f"stages: {name!r} and another tensor enter stage {stage}, or one from further back; the ranks of "
-                    "PyTorch's pipeline hand on one",
-                    NATIVE,
-                )
+        if other := next((op for op in readers if op.kind not in ("linear", "embedding")), None):
+            raise StrategyError(
+                f"stages: stages {min(at)} and {max(at)} read {tensor.name!r}, and {other.name!r}, one of the readers, "
+                "is neither a linear layer nor an embedding, which can hold a weight each of their own",
+                NATIVE,
+            )
+        if rank := next((rank for rank in held if len(set(rank) & set(at)) > 1), None):
+            raise StrategyError(
+                f"stages: {', '.join(map(str, rank))} are on one rank, and several of them read {tensor.name!r}; "
+                "PyTorch's schedules divide the gradients of each stage by the microbatches, these twice",
+                "Use schedule 1f1b or interleaved-1f1b, or untie the weights of the model.",
+            )
+        if tensor.requires_grad:
+            weight = tensor.name.rpartition(".")[2]
+            found.append({stage: f"{op.module}.{weight}" for stage, op in zip(at, readers, strict=True)})
+    return tuple(found)

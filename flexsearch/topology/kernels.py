@@ -25,14 +25,14 @@ HALF: Final = ("float16", "bfloat16")
 class Efficiency(FileModel):
     """What kernels reach of a device's peaks.
 
-    ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix reaches
-    ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``convolution``: what those of
-    windows reach, over matrix products of their sizes. ``attention_forward``,
-    ``attention_backward``: of attention in one kernel, whose causal masks count as full work, so up to twice what it
-    computes. ``other``: of operators that are no matrix products, which do no fused multiply-adds and hardly ever fill
-    all pipes. ``memory``: share of the bandwidth; ``traffic``: of that of some accesses, where it is another one.
-    ``overhead_s``: of each kernel, on the device: from the end of one to the begin of the next. The device's own is its
-    host's; a CPU has that alone."""
+    ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix
+    reaches ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``convolution``:
+    what those of windows reach, over matrix products of their sizes. ``attention_forward``, ``attention_backward``:
+    of causal attention in one kernel, whose mask counts as full work, so up to twice what it computes; attention
+    without one takes twice as long. ``other``: of operators that are no matrix products, which do no fused
+    multiply-adds and hardly ever fill all pipes. ``memory``: share of the bandwidth; ``traffic``: of that of some
+    accesses, where it is another one. ``overhead_s``: of each kernel, on the device: from the end of one to the
+    begin of the next. The device's own is its host's; a CPU has that alone."""
 
     matrix: Share = 0.6
     matrix_size: Elements = 0.0

@@ -15,14 +15,16 @@ SourceKind = Literal["measured", "published", "guessed"]
 ``guessed``: taken from a machine of another kind, or from experience."""
 Figure = Literal[
     "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "devices.efficiency",
-    "devices.efficiency_full", "devices.traffic", "devices.launches", "devices.recipe_passes",
+    "devices.efficiency_full", "devices.convolution", "devices.traffic", "devices.launches", "devices.recipe_passes",
     "links.bandwidth", "links.latency_s",
     "communication.overhead_s", "communication.factors", "communication.groups", "communication.message_s",
     "communication.turn_bytes", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
     "communication.busy_factor", "communication.pack_s_per_byte", "communication.tensor_by_form",
 ]  # fmt: skip
-"""Fields of a topology file that have a source of their own; "devices.traffic" are ``other`` and ``traffic`` of the
-efficiencies, "devices.recipe_passes" is ``kernels.recipe_passes``, which no file of its own says."""
+"""Fields of a topology file that have a source of their own; "devices.convolution" is ``convolution`` of
+``efficiency``, for half precision, where another source says that than the rest of it; "devices.traffic" are ``other``
+and ``traffic`` of the efficiencies, "devices.recipe_passes" is ``kernels.recipe_passes``, which no file of its own
+says."""
 FIGURES: Final[tuple[Figure, ...]] = get_args(Figure)
 
 

@@ -1,12 +1,14 @@
 """Attention of values with fewer features than queries, on a CPU.
 
 The kernel that saves no scores takes values as wide as queries: zeros are put behind them. What is kept for the
-backward pass has none, which is what ``saved_tensors`` says; it puts them there again. The kernel is private to
-PyTorch; where a version has none, callers put the zeros there themselves.
+backward pass has none, which is what ``saved_tensors`` says; it puts them there again. Samples (of one sample: heads)
+are computed part by part, so that only a part has zeros at a time: the account of memory has none. The kernel is
+private to PyTorch; where a version has none, callers put the zeros there themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+PARTS = 8
+"""At most so many parts are computed one after the other."""
+PART_BYTES = 1 << 17
+"""Least bytes of a part's queries: each part costs about 60 us, of 1 to 2 ms."""
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -41,30 +47,68 @@ def _widened(x: Tensor, q: Tensor) -> Tensor:
     return F.pad(x, (0, q.shape[-1] - x.shape[-1]))
 
 
-def _narrowed(x: Tensor, features: int) -> Tensor:
-    """The first features, in memory of their own that lies as (b, positions, h, features)."""
-    return x.transpose(1, 2)[..., :features].contiguous().transpose(1, 2)
+def _parts(q: Tensor) -> list[tuple[slice, ...]]:
+    """Which samples or heads are computed together: enough for all threads. Two parts would save nothing, as the
+    gradients of one part are there beside those of all."""
+    dimension = int(q.shape[0] == 1)
+    pairs = q.shape[0] * q.shape[1]
+    count = min(PARTS, q.shape[dimension], q.nbytes // PART_BYTES, pairs // torch.get_num_threads())
+    size = -(-q.shape[dimension] // (count if count > 2 else 1))
+    rows = (slice(k, k + size) for k in range(0, q.shape[dimension], size))
+    return [(slice(None),) * dimension + (row,) for row in rows]
+
+
+def _part_of(mask: Tensor | None, where: tuple[slice, ...]) -> Tensor | None:
+    """A mask for a part, which may be one for all."""
+    if mask is None or mask.dim() == 2 or mask.shape[len(where) - 1] == 1:
+        return mask
+    return mask[where]
+
+
+def _room(x: Tensor) -> Tensor:
+    """Memory for as much as ``x``, which lies as (b, positions, h, features)."""
+    b, h, positions, features = x.shape
+    return x.new_empty(b, positions, h, features).transpose(1, 2)
+
+
+def _write(whole: Iterable[Tensor], where: tuple[slice, ...], parts: Iterable[Tensor]) -> None:
+    """Put the first features of parts where they belong."""
+    for tensor, part in zip(whole, parts, strict=True):
+        tensor[where] = part[..., : tensor.shape[-1]]
 
 
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
-    ) -> Tensor:  # fmt: skip
-        attend = getattr(torch.ops.aten, _NAME)
-        out, rows = attend(q, k, _widened(v, q), 0.0, causal, attn_mask=mask, scale=scale)
-        out = _narrowed(out, v.shape[-1])
-        ctx.save_for_backward(q, k, v, mask, out, rows)
-        ctx.causal, ctx.scale = causal, scale
+    ) -> Any:  # fmt: skip
+        attend, features = getattr(torch.ops.aten, _NAME), v.shape[-1]
+        out: Any = None
+        rows: list[Tensor] = []
+        for at in (parts := _parts(q)):
+            own = {"attn_mask": _part_of(mask, at), "scale": scale}
+            made, sums = attend(q[at], k[at], _widened(v[at], q), 0.0, causal, **own)
+            out = _room(q[..., :features]) if out is None else out
+            out[at] = made[..., :features]
+            rows.append(sums)
+            del made  # before the next part's is
+        ctx.save_for_backward(q, k, v, mask, out, *rows)
+        ctx.causal, ctx.scale, ctx.parts = causal, scale, parts
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, out, rows = ctx.saved_tensors
+        q, k, v, mask, out, *rows = ctx.saved_tensors
         differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
-        dq, dk, dv = differentiate(
-            _widened(grad, q), q, k, _widened(v, q), _widened(out, q), rows, 0.0, ctx.causal, attn_mask=mask,
-            scale=ctx.scale,
-        )  # fmt: skip
-        return dq, dk, _narrowed(dv, v.shape[-1]), None, None, None
+        whole = None if len(rows) == 1 else tuple(map(_room, (q, k, v)))
+        for at, sums in zip(ctx.parts, rows, strict=True):
+            made = differentiate(
+                _widened(grad[at], q), q[at], k[at], _widened(v[at], q), _widened(out[at], q), sums, 0.0, ctx.causal,
+                attn_mask=_part_of(mask, at), scale=ctx.scale,
+            )  # fmt: skip
+            if whole is None:
+                return made[0], made[1], _room(v).copy_(made[2][..., : v.shape[-1]]), None, None, None
+            _write(whole, at, made)
+            del made  # before the next part's are there
+        return *(whole or ()), None, None, None

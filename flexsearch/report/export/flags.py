@@ -7,7 +7,7 @@ from typing import Final
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.sequence import sequence_length
-from flexsearch.report.export.script import SCHEDULES
+from flexsearch.report.export.pipeline import SCHEDULES
 from flexsearch.strategy import States, Strategy
 from flexsearch.strategy.native import NativePlan, native_plan
 from flexsearch.strategy.tensor_parallel import NATIVE
@@ -117,7 +117,7 @@ def _megatron_pipeline(strategy: Strategy, plan: NativePlan) -> Flags:
     if chunks > 1:
         flags.append(("--num-layers-per-virtual-pipeline-stage", str(_equal_layers(plan))))
     else:
-        counts = [_layers(names) for names in plan.modules]
+        counts = [_layers(names) for names in plan.stages.modules]
         if len(set(counts)) > 1:
             middle = counts[1:-1]
             if len(set(middle)) > 1:
@@ -162,7 +162,7 @@ def _layers(names: tuple[str, ...]) -> int:
 
 
 def _equal_layers(plan: NativePlan) -> int:
-    counts = [_layers(names) for names in plan.modules]
+    counts = [_layers(names) for names in plan.stages.modules]
     if len(set(counts)) > 1:
         raise _no(f"stages: they have {counts} layers, and need equally many", "equal stages")
     return counts[0]

@@ -19,6 +19,8 @@ def write_layers(file: File) -> None:
     """Fill ``file.layers``. Raises StrategyError for what is computed again, if that is no module."""
     if file.plan.tensor > 1:
         _tensor_parallel(file)
+    if file.options.recompute != "none" or file.plan.pipeline > 1:
+        _without_cache(file)
     if file.options.recompute != "none":
         _recompute(file)
     norms = any(op.kind == "batch_norm" for op in file.graph.operators)
@@ -44,7 +46,7 @@ def _tensor_parallel(file: File) -> None:
             tables.setdefault(graph.operators[i].module, _table_style(file, i, axis))
         else:
             styles.setdefault(graph.operators[i].module, _style(file, i, axis))
-    patterns = _patterns(styles, graph, set(chain.from_iterable(plan.modules)))
+    patterns = _patterns(styles, graph, set(chain.from_iterable(plan.stages.modules)))
     file.layers.append(f"# Tensor parallelism over {plan.tensor} ranks.")
     if patterns:
         file.needs("torch.distributed.tensor.parallel", "parallelize_module")
@@ -55,10 +57,12 @@ def _tensor_parallel(file: File) -> None:
     if tables:
         _tables(file, tables)
     _in_place(file)
+    apart = {name for weight in plan.stages.tied for name in weight.values()}
     tied = {
         (graph.operators[i].module, name)
         for i in plan.split for name in graph.operators[i].inputs
         if graph.tensor[name].kind == "parameter" and not name.startswith(f"{graph.operators[i].module}.")
+        and name not in apart
     }  # fmt: skip
     file.layers += [f"model.{module}.weight = model.{name}  # tied weights" for module, name in sorted(tied)]
     if plan.flow.heads:
@@ -156,6 +160,15 @@ def _patterns(styles: Mapping[str, str], graph: OperatorGraph, whole: set[str]) 
     return found
 
 
+def _without_cache(file: File) -> None:
+    file.layers += [
+        "# What transformers' models keep for later tokens plays no part in training.",
+        "for module in model.modules():",
+        '    if hasattr(config := getattr(module, "config", None), "use_cache"):',
+        "        config.use_cache = False",
+    ]
+
+
 def _recompute(file: File) -> None:
     graph, names = file.graph, list[str]()
     stages = {name: k for k, stage in enumerate(file.strategy.stages) for name in stage.operators}
@@ -175,13 +188,7 @@ def _recompute(file: File) -> None:
                 "Use recompute none, or a model whose repeated layers are modules.",
             )
     file.needs("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper")
-    file.layers += [
-        "# Recomputation: of these modules only the inputs are kept for the backward pass. What transformers' models",
-        "# keep for later tokens (use_cache) would be there twice then.",
-        "for module in model.modules():",
-        '    if hasattr(config := getattr(module, "config", None), "use_cache"):',
-        "        config.use_cache = False",
-    ]
+    file.layers.append("# Recomputation: of these modules only the inputs are kept for the backward pass.")
     file.layers += file.each(names, "model.set_submodule(name, checkpoint_wrapper(model.get_submodule(name)))")
 
 
@@ -234,7 +241,8 @@ def _fully_shard(file: File) -> None:
         policy = f", reshard_after_forward={again}{policy}"
         mesh = 'mesh()["data"]'
     line = f"fully_shard(model.get_submodule(name), mesh={mesh}{policy})"
-    file.layers += [*file.each(_blocks(file.graph), line), f"fully_shard(model, mesh={mesh}{policy})"]
+    whole = "part" if plan.pipeline > 1 else "model"
+    file.layers += [*file.each(_blocks(file.graph), line), f"fully_shard({whole}, mesh={mesh}{policy})"]
 
 
 def _blocks(graph: OperatorGraph) -> list[str]:

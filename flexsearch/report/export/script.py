@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from textwrap import indent
-from typing import Final
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.report.export.file import File, literal, names_text
+from flexsearch.report.export.file import File, literal
 from flexsearch.report.export.layers import write_layers
+from flexsearch.report.export.pipeline import write_pipeline
 from flexsearch.report.units import seconds
 from flexsearch.strategy import States, Strategy
-from flexsearch.strategy.native import SINGLE, torch_plan
-
-SCHEDULES: Final = {
-    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B",
-    "breadth-first": "ScheduleLoopedBFS", "zero-bubble": "ScheduleInterleavedZeroBubble",
-    "zero-bubble-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV",
-}  # fmt: skip
-"""Classes of ``torch.distributed.pipelining.schedules``."""
+from flexsearch.strategy.native import torch_plan
 
 
 def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
@@ -26,11 +19,9 @@ def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
     plan = torch_plan(strategy, graph)
     file = File(graph, strategy, plan)
     _mesh(file)
-    if plan.pipeline > 1:
-        _parts(file)
     write_layers(file)
     if plan.pipeline > 1:
-        return file.text(_head(file), _pipeline(file))
+        return file.text(_head(file), write_pipeline(file))
     if strategy.microbatches > 1:
         _microbatches(file)
     layers = indent("\n".join([*file.layers, "return model"]), "    ")
@@ -51,13 +42,16 @@ def _head(file: File) -> str:
     use = ["dist.init_process_group()", f"model = apply_plan({where})"]
     step = "loss(model(share(inputs)), share(target)).backward()"
     if plan.pipeline > 1:
-        use[1] = f"parts, schedule = apply_plan({where}, loss)  # the optimizer takes parts.parameters()"
-        step = "schedule.step(*first(share(inputs)), **last(share(target), losses))  # losses: a list"
-    elif file.own_loss:
+        loss = "" if file.own_loss else ", loss"
+        use[1] = f"parts, schedule = apply_plan({where}{loss})  # the optimizer takes parts.parameters()"
+    if file.own_loss:
         use.append("own = {name: share(x) for name, x in batch.items()}")
         step = 'model(**own)["loss"].backward()' if strategy.microbatches == 1 else "forward_backward(model, own)"
     elif strategy.microbatches > 1:
         step = "forward_backward(model, loss, (share(inputs),), share(target))"
+    if plan.pipeline > 1:
+        own = "own" if file.own_loss else "(share(inputs),), share(target)"
+        step = f"loss = forward_backward(parts, schedule, {own})  # None where the last stage is not"
     if file.device == "cuda":
         use.insert(0, 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')
     lines += [f"    {line}" for line in [*use, step]]
@@ -91,82 +85,6 @@ def _mesh(file: File) -> None:
         'def share(batch: Tensor) -> Tensor:\n    """This rank\'s samples of a global batch."""\n'
         f'    return batch.chunk({plan.data})[mesh().get_local_rank("{file.data}")]',
     ]
-
-
-def _parts(file: File) -> None:
-    """The modules of each stage, and what takes a model apart."""
-    file.needs("copy", "deepcopy")
-    stages = "".join(f"    {names_text(names)},\n" for names in file.plan.modules)
-    file.constants += [f"STAGES = [\n{stages}]", f"HELD = {literal(file.plan.held)}  # stages of each rank"]
-    file.functions += [
-        'class HandOn(nn.Module):\n    """In the place of a module of another stage, with its attributes."""\n\n'
-        "    def __init__(self, module: nn.Module) -> None:\n        super().__init__()\n"
-        "        self.__dict__ = vars(module) | vars(self)\n\n"
-        "    def forward(self, *args: Tensor, **named: Tensor) -> Tensor:\n"
-        "        return next(iter((*args, *named.values())))",
-        "def returns_tensor(module: nn.Module, inputs: object, output: object) -> None:\n"
-        '    """What a module returns is all that the next one gets, wherever it is."""\n'
-        "    if not isinstance(output, Tensor):\n"
-        "        name, kind = type(module).__name__, type(output).__name__\n"
-        '        raise TypeError(f"{name} returns a {kind}; in a pipeline make it return one tensor")',
-        "def plain(module: nn.Module) -> bool:\n"
-        '    """Whether it is a module of PyTorch without weights or parts."""\n'
-        '    own = type(module).__module__.startswith("torch.nn.")\n'
-        "    return own and not [*module.children(), *module.parameters(), *module.buffers()]",
-        "def part(model: nn.Module, stage: int) -> nn.Module:\n"
-        '    """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does\n'
-        "    not name, as they change nothing at its sizes or are computed with the loss, run once, in the stage of\n"
-        '    the module before them."""\n'
-        "    stage_of = {name: k for k, names in enumerate(STAGES) for name in names}\n"
-        "    kept = [model.get_submodule(name) for name in STAGES[stage]]\n"
-        "    gone = [model.get_submodule(name) for name, k in stage_of.items() if k != stage]\n"
-        "    for module in kept[:-1] if stage == len(STAGES) - 1 else kept:\n"
-        "        module.register_forward_hook(returns_tensor)\n"
-        "    at, inside = 0, tuple(f\"{name}.\" for name in stage_of)\n"
-        "    for name, module in model.named_modules():\n"
-        "        at = stage_of.get(name, at)\n"
-        "        if name not in stage_of and not name.startswith(inside) and plain(module):\n"
-        "            (kept if at == stage else gone).append(module)\n"
-        "    return deepcopy(model, {id(m): m for m in kept} | {id(m): HandOn(m) for m in gone})",
-    ]
-    if file.plan.tensor > 1 or file.plan.data > 1 or file.options.recompute != "none" or not file.precise:
-        file.functions.append(
-            "def here(model: nn.Module, names: list[str]) -> list[str]:\n"
-            '    """Those of the modules that a part of the model has."""\n'
-            "    gone = [name for name, module in model.named_modules() if isinstance(module, HandOn)]\n"
-            '    return [name for name in names if not any(f"{name}.".startswith(f"{g}.") for g in gone)]'
-        )
-
-
-def _pipeline(file: File) -> str:
-    """``parallel``, ``first``, ``last``, and ``apply_plan`` for a rank of a pipeline."""
-    plan, strategy = file.plan, file.strategy
-    kind = SCHEDULES[strategy.schedule if strategy.microbatches > 1 or max(map(len, plan.held)) > 1 else "gpipe"]
-    file.needs("", "torch")
-    file.needs("collections.abc", "Callable")
-    file.needs("torch.distributed.pipelining", "PipelineStage")
-    file.needs("torch.distributed.pipelining.schedules", kind)
-    stages = "stages[0]" if kind in (SCHEDULES[name] for name in SINGLE) else "stages"
-    own = 'HELD[mesh().get_local_rank("pipeline")]'
-    layers = indent("\n".join([*file.layers, "return model"]), "    ")
-    file.functions += [
-        f'def parallel(model: nn.Module) -> nn.Module:\n    """A part of the model as this rank runs it."""\n{layers}',
-        'def first(*inputs: Tensor) -> tuple[Tensor, ...]:\n    """The inputs, where the first stage is."""\n'
-        f"    return inputs if 0 in {own} else ()",
-        "def last(target: Tensor, losses: list[Tensor]) -> dict[str, object]:\n"
-        '    """Target and losses of the microbatches, where the last stage is."""\n'
-        f'    return {{"target": target, "losses": losses}} if {len(plan.modules) - 1} in {own} else {{}}',
-    ]
-    return (
-        "def apply_plan(model: nn.Module, loss: Callable[..., Tensor]):\n"
-        '    """This rank\'s parts of the model, as it runs them, and the schedule that does."""\n'
-        f"    held, group = {own}, mesh().get_group(\"pipeline\")\n"
-        "    parts = nn.ModuleList(parallel(part(model, stage)) for stage in held)\n"
-        f'    device = torch.device("{file.device}")\n'
-        f"    stages = [PipelineStage(m, k, {len(plan.modules)}, device, group=group) for m, k in zip(parts, held)]\n"
-        f"    # Schedule {strategy.schedule}: {strategy.microbatches} microbatches.\n"
-        f"    return parts, {kind}({stages}, n_microbatches={strategy.microbatches}, loss_fn=loss)"
-    )
 
 
 def _microbatches(file: File) -> None:

@@ -12,12 +12,11 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final
 
+from flexsearch.search.hybrid.constants import LATE_S
 from flexsearch.search.hybrid.ranking import Key
 from flexsearch.search.hybrid.trials import Answer, Request, Trials, trials_of
 from flexsearch.search.workers import LOST, Worker, pickled
 
-LATE_S: Final = 1.0
-"""Workers are started only in searches that take longer than this. Taken: it is what starting one costs."""
 HERE: Final = 0
 """Number of this process; workers have those from 1 on."""
 

@@ -8,22 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.strategy.baselines import is_heavy
-
-NARROW = (1.05, 2.0, 4.0, np.inf)
-"""A cut may let so many times as many bytes through as the narrowest one; the first of these that leaves enough cuts
-counts."""
-
-
-SHORT = 64
-"""Graphs with so few places may be cut anywhere: chains of unlike layers have few narrow ones."""
+from flexsearch.search.hybrid.constants import NARROW, SHORT
+from flexsearch.strategy.baselines import has_weights, is_heavy
 
 
 class Cuts:
-    """Cuts of one graph: before which operators a stage may begin."""
+    """Cuts of one graph: before which operators a stage may begin. ``native``: only where PyTorch's pipelining can."""
 
-    def __init__(self, graph: OperatorGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: OperatorGraph, native: bool = False) -> None:
+        self.graph, self.native = graph, native
         self._allowed: dict[int, list[int]] = {}
 
     @cached_property
@@ -51,6 +44,22 @@ class Cuts:
         return change.cumsum()[:-1] > 0
 
     @cached_property
+    def _inside(self) -> npt.NDArray[np.bool_]:
+        """By operator: whether a stage beginning there would part a module that computes with weights itself."""
+        graph, spans = self.graph, dict[str, list[int]]()
+        weighted = {op.module for i, op in enumerate(graph.operators) if has_weights(graph, i)}
+        for i, op in enumerate(graph.operators):
+            parts = op.module.split(".")
+            for path in (".".join(parts[: k + 1]) for k in range(len(parts))):
+                if path in weighted:
+                    spans.setdefault(path, [i, i])[1] = i
+        change = np.zeros(len(graph.operators) + 1, np.int64)
+        for first, last in spans.values():
+            change[first + 1] += 1
+            change[last + 1] -= 1
+        return change.cumsum()[:-1] > 0
+
+    @cached_property
     def _heavy(self) -> list[int]:
         """Operators that are worth a stage; all, if none is."""
         count = len(self.graph.operators)
@@ -69,7 +78,9 @@ class Cuts:
         return self._allowed[stages]
 
     def _narrow(self, stages: int) -> list[int]:
-        inner = range(self._heavy[0] + 1, self._heavy[-1] + 1)
+        inner = list(range(self._heavy[0] + 1, self._heavy[-1] + 1))
+        if self.native:
+            inner = [i for i in inner if not self._inside[i]]
         if self.short:
             return [0, *inner]
         least = min((int(self.crossing[i]) for i in inner), default=0)

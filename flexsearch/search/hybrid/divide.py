@@ -8,25 +8,14 @@ out the samples, and the slowest of them decides."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.search.hybrid.constants import LIMITS, PLACES, SLACK, STAGES, SUMS
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.strategy import Options
-
-PLACES: Final = 48
-"""Places to cut at that are looked at; with more, evenly spaced ones (by time). Taken."""
-UNITS: Final = 32
-"""Most groups of devices that are divided among stages. Taken."""
-STAGES: Final = 8
-"""Most stages. Taken."""
-SLACK: Final = 1.5
-"""The slowest stage may take so many times as long as it must with so many stages. Taken."""
-LIMITS, SUMS = 24, 1 << 21
-"""Most limits on the slowest stage that are tried, and most sums with all of them for one stage. Taken."""
 
 Values = npt.NDArray[np.float64]
 Division = tuple[tuple[int, ...], tuple[int, ...]]

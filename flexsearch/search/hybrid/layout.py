@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from math import isqrt
 
 from flexsearch.errors import StrategyError
 from flexsearch.strategy import Sharding, States
@@ -168,5 +169,5 @@ def neighbours(layout: Layout, batch: int, depth: int, host: int) -> Iterator[La
 
 def divisors(count: int) -> list[int]:
     """All divisors, ascending."""
-    low = [n for n in range(1, int(count**0.5) + 1) if count % n == 0]
+    low = [n for n in range(1, isqrt(count) + 1) if count % n == 0]
     return sorted({*low, *(count // n for n in low)})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, get_args
+from itertools import chain
+from typing import get_args
 
+from flexsearch.search.hybrid.constants import QUARTERS, REACH
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout, neighbours
@@ -17,10 +19,6 @@ First = tuple[int, ...]
 """First operator of each stage."""
 
 
-QUARTERS: Final = 4
-"""Stages that compute blocks again may do so with every fourth part of them. Taken."""
-REACH: Final = 2
-"""A border of a long graph moves by so many places at most. Taken."""
 
 
 def moved_borders(cuts: Cuts, first: First) -> Iterator[First]:
@@ -36,7 +34,7 @@ def moved_borders(cuts: Cuts, first: First) -> Iterator[First]:
                 yield tuple(sorted({*first, place} - {border}))
 
 
-def moved_devices(cuts: Cuts, layout: Layout, first: First) -> Iterator[tuple[Layout, First]]:
+def moved_devices(layout: Layout, first: First) -> Iterator[tuple[Layout, First]]:
     """One group of devices more for a rank, one less for its neighbour."""
     if layout.chunks > 1:
         return
@@ -96,9 +94,8 @@ class Moves:
             yield Key(other, options, first if alike else ())
         for new in moved_borders(self.cuts, first):
             yield Key(layout, options, new)
-        for moves in (moved_devices, split_and_joined):
-            for wide, new in moves(self.cuts, layout, first):
-                yield Key(wide, options, new)
+        for wide, new in chain(moved_devices(layout, first), split_and_joined(self.cuts, layout, first)):
+            yield Key(wide, options, new)
 
     def _blocks(self, layout: Layout, options: Options) -> Iterator[int | tuple[int, ...]]:
         """How many blocks may be computed again: a part of each stage's; or all of the first stages, which keep more

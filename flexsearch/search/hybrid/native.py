@@ -15,19 +15,17 @@ from flexsearch.topology import Topology
 
 def as_native(
     graph: OperatorGraph, topology: Topology, pipeline: Pipeline, configs: Configs, options: Options
-) -> Configs | None:  # fmt: skip
-    """The configs of the first block as PyTorch's modules run this plan; None: they do not express it."""
+) -> Configs:  # fmt: skip
+    """The configs of the first block as PyTorch's modules run this plan. Raises StrategyError with the first operator
+    or option that they do not express."""
     named = {op.name: config for op, config in zip(graph.operators, configs, strict=True)}
-    try:
-        strategy = Strategy.make(
-            graph, topology, named, options, stages=pipeline.stages(graph, len(topology.devices) // pipeline.replicas),
-            microbatches=pipeline.microbatches, schedule=pipeline.schedule,
-        )  # fmt: skip
-        plan = torch_plan(strategy, graph)
-    except StrategyError:
-        return None
+    strategy = Strategy.make(
+        graph, topology, named, options, stages=pipeline.stages(graph, len(topology.devices) // pipeline.replicas),
+        microbatches=pipeline.microbatches, schedule=pipeline.schedule,
+    )  # fmt: skip
+    plan = torch_plan(strategy, graph)
     if plan.data != pipeline.replicas:
-        return None
+        raise StrategyError(f"samples are split {plan.data} times by {pipeline.replicas} replicas of the stages")
     ends = [*pipeline.first[1:], len(configs)]
     groups = [g for g, a, b in zip(pipeline.devices, pipeline.first, ends, strict=True) for _ in range(a, b)]
     return tuple(

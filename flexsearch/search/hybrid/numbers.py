@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Final
 
-from flexsearch.search.hybrid.divide import UNITS, Divider
+from flexsearch.search.hybrid.constants import DIVISIONS, FEW_UNITS, UNITS
+from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, orders, runs
 from flexsearch.search.hybrid.ranking import Key
 from flexsearch.strategy import Options, States
-
-FEW_UNITS: Final = 8
-"""Most groups that are divided among stages of a long graph on equal devices, where equal stages are good. Taken."""
-DIVISIONS: Final = 8
-"""Divisions of a block that are estimated in all orders and with all options. Taken."""
 
 
 class Numbers:

@@ -1,25 +1,26 @@
-"""Layouts in the order of their estimates, which simulated plans correct."""
+"""Layouts in the order of their estimates, which simulated plans correct.
+
+The order decides what is simulated, so it is computed in operations that IEEE 754 fixes, and where costs are equal, by
+places: sums of numpy and its partial sorts depend on the processor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from math import exp, log
+from math import fsum, sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.search.constants import PENALTY
+from flexsearch.search.hybrid.constants import UNKNOWN, WEIGHT
 from flexsearch.search.hybrid.estimate import Estimate
 from flexsearch.search.hybrid.layout import Layout
 from flexsearch.strategy import Options, States
 
 LEVELS: Final = 7
 """Of likeness between plans."""
-UNKNOWN: Final = 0.1
-WEIGHT: Final = 4
-"""Standard deviation of the logarithms of ratios before anything is simulated; it counts as much as ``WEIGHT``
-sorts. Taken."""
 SORT: Final = 2
 """The level of plans that share devices, states and order."""
 
@@ -51,7 +52,7 @@ class Ratios:
     def __init__(self) -> None:
         self._numbers: list[dict[Hashable, int]] = [{} for _ in range(LEVELS)]
         self._sums: list[list[list[float]]] = [[] for _ in range(LEVELS)]
-        """By level and number: how many were simulated, sums of the logarithms of their ratios: of time, of memory."""
+        """By level and number: how many were simulated, sums of their ratios: of time, of memory."""
 
     def numbers(self, key: Key) -> list[int]:
         """Of what a plan has in common with others, by level."""
@@ -65,24 +66,26 @@ class Ratios:
 
     def learn(self, key: Key, estimate: Estimate, simulated: Estimate) -> None:
         """Take a simulated plan into account."""
-        ratios = 1.0, log(simulated.seconds / estimate.seconds), log(simulated.used / estimate.used)
+        ratios = 1.0, simulated.seconds / estimate.seconds, simulated.used / estimate.used
         for rows, number in zip(self._sums, self.numbers(key), strict=True):
             rows[number] = [a + b for a, b in zip(rows[number], ratios, strict=True)]
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithms of the ratios of time between sorts of plans; while these are few, near
-        to ``UNKNOWN``."""
-        means = np.array([seconds / count for count, seconds, _ in self._sums[SORT] if count])
-        squares = float(((means - means.mean()) ** 2).sum()) if len(means) else 0.0
-        return float(np.sqrt((squares + WEIGHT * UNKNOWN**2) / (len(means) + WEIGHT)))
+        """Standard deviation of the ratios of time between sorts of plans, relative to their mean; while these are few,
+        near to ``UNKNOWN``."""
+        means = [seconds / count for count, seconds, _ in self._sums[SORT] if count]
+        middle = fsum(means) / len(means) if means else 1.0
+        off = [mean / middle - 1.0 for mean in means]
+        squares = fsum(one * one for one in off) + WEIGHT * UNKNOWN * UNKNOWN
+        return sqrt(squares / (len(means) + WEIGHT))
 
     def corrected(self, key: Key, estimate: Estimate) -> Estimate:
         """The estimate of one plan, corrected."""
         for rows, number in zip(self._sums, self.numbers(key), strict=True):
             count, seconds, used = rows[number]
             if count:
-                return Estimate(estimate.seconds * exp(seconds / count), estimate.used * exp(used / count))
+                return Estimate(estimate.seconds * (seconds / count), estimate.used * (used / count))
         return estimate
 
     def counts(self, level: int) -> npt.NDArray[np.float64]:
@@ -91,12 +94,12 @@ class Ratios:
 
     def factors(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """By which the time and the memory of plans are to be multiplied (rows). ``numbers``: a row for each level."""
-        found = np.zeros((2, numbers.shape[1]))
+        found = np.ones((2, numbers.shape[1]))
         for level in reversed(range(LEVELS)):
-            count, *logs = np.array(self._sums[level])[numbers[level]].T
+            count, *sums = np.array(self._sums[level])[numbers[level]].T
             told = count > 0.0
-            found[:, told] = [row[told] / count[told] for row in logs]
-        return np.exp(found)
+            found[:, told] = [row[told] / count[told] for row in sums]
+        return found
 
 
 class Ranking:
@@ -155,6 +158,7 @@ class Ranking:
             return []
         time, memory = self.ratios.factors(self.numbers[:, left])
         cost = self.seconds[left] * time * (1.0 + PENALTY * np.maximum(0.0, self.used[left] * memory - 1.0))
-        least = np.argpartition(cost, count)[:count] if count < len(cost) else np.arange(len(cost))
-        order = np.lexsort((least, cost[least]))
+        last = np.partition(cost, count - 1)[count - 1] if count < len(cost) else np.inf
+        least = np.flatnonzero(cost <= last)
+        order = np.argsort(cost[least], kind="stable")[:count]
         return [(int(left[k]), float(cost[k])) for k in least[order].tolist()]

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from math import exp, inf
-from typing import Final, Literal
+from math import inf, prod
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,21 @@ from flexsearch.proof.bound import lower_bound
 from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
+from flexsearch.search.hybrid.constants import (
+    AHEAD,
+    ANSWER,
+    CLIMBED,
+    EVERY_S,
+    EXPLORED,
+    FAR,
+    FEW,
+    MOST_ANSWER,
+    PATIENCE,
+    POLISHED,
+    SHORT_MARGIN,
+    SHORT_PATIENCE,
+    SURE,
+)
 from flexsearch.search.hybrid.estimate import Estimate, Estimates
 from flexsearch.search.hybrid.layout import Layout, runs
 from flexsearch.search.hybrid.moves import Moves
@@ -32,33 +47,6 @@ from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options, Prediction, Search, Strategy
 from flexsearch.topology import Topology
-
-CLIMBED: Final = 4
-"""Layouts that are improved move by move: the best of so many different groups of devices. Taken."""
-SURE: Final = 2.0
-"""Sorts of layouts are left out if their estimates are worse than the best plan by so many standard deviations of what
-simulations say of others. Taken."""
-PATIENCE: Final = 10
-"""So many plans in a row that are no better end a series of trials. Taken."""
-SHORT_PATIENCE, SHORT_MARGIN = 80, 1.05
-"""The same for short graphs, whose plans are simulated in milliseconds; and so many times the best time an estimate of
-theirs may be. Taken."""
-EXPLORED: Final = 0.4
-"""Share of the budget after which no more layouts are estimated, and no more sorts tried. Taken."""
-FEW: Final = 6
-"""Most plans of a family that are simulated for its own sake. Taken."""
-FAR: Final = 1.5
-"""A family does not fit for sure if the least estimate of its memory is so many times what there is: estimates are at
-most a third off. Taken."""
-POLISHED: Final = 2
-"""Plans whose splits are improved; of a short graph, those of all groups of devices. Taken."""
-AHEAD: Final = 32
-"""Most plans that are looked at for what will be simulated after the next one."""
-ANSWER, MOST_ANSWER = 1.5, 0.3
-"""What is told of a plan at the end takes about so many times as long as its simulation; most that is set aside for it,
-a share of the budget."""
-EVERY_S: Final = 0.2
-"""Time between two reports while layouts are estimated."""
 
 
 def search_hybrid(
@@ -137,7 +125,8 @@ class LayoutSearch:
             if self.best is None:
                 if self.native:
                     raise StrategyError(
-                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}",
+                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}"
+                        + self._refusals(),
                         "Search with --space native, whose plans have one stage. Of a plan of --space layouts, "
                         "`flexsearch export` says what they cannot express.",
                     )
@@ -150,6 +139,17 @@ class LayoutSearch:
             return self._result(self.best, stopped, margin)
         finally:
             self.ahead.close()
+
+    def _refusals(self) -> str:
+        """Why no layout can be exported: as said of the first one with replicas, and of the first with stages alone."""
+        reasons: dict[str, str] = {}
+        for key in self.numbers.layouts():
+            kind = "replicas" if key.layout.data > 1 else "a pipeline" if key.layout.pipeline > 1 else ""
+            if kind and kind not in reasons and self._suits(key.layout, key.options):
+                reasons[kind] = self.trials.refusal(self._request(key))
+            if len(reasons) == 2:
+                break
+        return "".join(f"; {kind}: {why}" for kind, why in reasons.items() if why)
 
     def _search(self) -> None:
         """All there is to do. Raises _Over."""
@@ -324,7 +324,7 @@ class LayoutSearch:
         missed = 0
         while (taken := ranking.take(ranking.untried)) is not None and self.best is not None:
             (key, cost), before = taken, self.best
-            limit = exp(SURE * self.ratios.spread) * before.cost
+            limit = prod([1.0 + self.ratios.spread] * SURE) * before.cost
             late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
             if late or cost > limit:
                 return

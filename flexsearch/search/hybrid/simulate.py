@@ -31,7 +31,7 @@ def simulate_layout(
     options = options or Options()
     simulators = StagedSimulators(graph, topology, profile, options.precision)
     pipeline, configs = plan_layout(simulators, layout, options, first)
-    return pipeline, step_of(simulators, pipeline, simulators.simulator(pipeline, configs, options))
+    return pipeline, step_of(simulators, simulators.simulator(pipeline, configs, options))
 
 
 def plan_layout(

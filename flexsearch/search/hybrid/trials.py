@@ -8,26 +8,25 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError, TopologyError
 from flexsearch.graph import OperatorGraph
+from flexsearch.search.hybrid.constants import LISTED
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.native import as_native
 from flexsearch.search.hybrid.order import listed
 from flexsearch.search.hybrid.outcome import Candidate
 from flexsearch.search.hybrid.ranking import Key
-from flexsearch.search.hybrid.splits import Splits
+from flexsearch.search.hybrid.splits import Configs, Splits
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.staged import StagedSimulators, Step, step_of
 from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
-
-LISTED: Final = 4096
-"""Most passes in one direction that list scheduling puts in order. Taken."""
 
 
 class Request(NamedTuple):
@@ -75,7 +74,7 @@ class Trials:
     ) -> None:
         self.graph, self.topology, self.native = graph, topology, native
         self.simulators = StagedSimulators(graph, topology, profile, options.precision)
-        self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph)
+        self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph, native)
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
         """The best plan that was simulated here, and that of each family, with their simulators."""
 
@@ -107,18 +106,27 @@ class Trials:
     def _plan(self, key: Key, first: tuple[int, ...]) -> Candidate | None:
         """The plan of a layout, simulated; None where its blocks are not alike, the samples of the graph cannot be
         shared out among them, or PyTorch's own parts have to express it and do not."""
-        layout, options = key.layout, key.options
         try:
-            self.simulators.share(layout.data, layout.microbatches)
+            pipeline, configs = self._planned(key, first)
         except (StrategyError, TopologyError):
             return None
+        return self._simulated(Candidate(key.layout, key.options, pipeline, configs, 0.0, 0.0, own=not key.first))
+
+    def _planned(self, key: Key, first: tuple[int, ...]) -> tuple[Pipeline, Configs]:
+        layout = key.layout
+        self.simulators.share(layout.data, layout.microbatches)
         pipeline, configs = self.splits.plan(layout, first)
         if self.native:
-            native = as_native(self.graph, self.topology, pipeline, configs, options)
-            if native is None:
-                return None
-            configs = native
-        return self._simulated(Candidate(layout, options, pipeline, configs, 0.0, 0.0, own=not key.first))
+            configs = as_native(self.graph, self.topology, pipeline, configs, key.options)
+        return pipeline, configs
+
+    def refusal(self, request: Request) -> str:
+        """Why there is no plan of a layout; "" if there is one."""
+        try:
+            self._planned(request.key, request.first)
+        except (StrategyError, TopologyError) as error:
+            return error.message
+        return ""
 
     def _simulated(self, plan: Candidate) -> Candidate:
         simulator = self.simulators.simulator(plan.pipeline, plan.configs, plan.options)
@@ -174,7 +182,7 @@ class Trials:
         simulator = next((s for kept, s in self.kept.values() if kept == candidate), None)
         if simulator is None:
             simulator = self.simulators.simulator(candidate.pipeline, candidate.configs, candidate.options)
-        return step_of(self.simulators, candidate.pipeline, simulator)
+        return step_of(self.simulators, simulator)
 
 
 def share_used(simulator: DeltaSimulator) -> float:

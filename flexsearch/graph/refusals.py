@@ -1,0 +1,109 @@
+"""What a graph of forward operators would lose without a word: hooks on gradients, parameters of nobody, and numbers of
+Python that each call of the model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from flexsearch.errors import ImportModelError
+
+_AFTERWARDS = "Remove it, and change gradients after step(batch), before the optimizer's step."
+_OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
+"""Methods that read no values of their other operand."""
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ImportModelError if a gradient would pass through a function of the user's."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ImportModelError(f"parameter {name!r} has a hook, which a plan would not call", _AFTERWARDS)
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            where = f"layer {name!r}" if name else "the model"
+            raise ImportModelError(f"{where} has a backward hook, which a plan would not call", _AFTERWARDS)
+
+
+class Refusing(TorchFunctionMode):
+    """While tracing, which puts fake tensors in the place of the model's parameters, refuses others that would be
+    trained, as they would be constants of the graph; and hooks on what is computed."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.register_hook:
+            raise ImportModelError(
+                "the model puts a hook on the gradient of an activation (register_hook), which a plan would not call",
+                "Leave it out, or write what it does with PyTorch's operators: factor * x + (x - factor * x).detach() "
+                "scales the gradient of x.",
+            )
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in _OF_FORM:
+            others = [x for x in pytree.tree_leaves((args, kwargs)) if _is_of_nobody(x)]
+            if others and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+                raise ImportModelError(
+                    f"a parameter of shape {tuple(others[0].shape)} is read that is none of the model's, or is not "
+                    "read through the model: it would be a constant",
+                    "Make it a part of the model (in a list: nn.ModuleList, nn.ParameterList), read it there when the "
+                    "loss is called (model.NAME), or detach() it if it is not trained.",
+                )
+        return result
+
+
+def _is_of_nobody(x: Any) -> bool:
+    """Whether it is a parameter that is trained, and no fake tensor."""
+    return isinstance(x, nn.Parameter) and x.requires_grad and not hasattr(x, "fake_mode")
+
+
+class Numbers:
+    """Attributes of a model's modules that are numbers of Python, as they were; and ``changed``, those that are others
+    at the end of a trace (``torch.export`` puts them back)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._before = self._now()
+        self.changed: dict[tuple[nn.Module, str], int | float] = {}
+
+    def _now(self) -> dict[tuple[nn.Module, str], int | float]:
+        return {
+            (module, name): value
+            for module in self._names
+            for name, value in vars(module).items()
+            if type(value) in (int, float, bool) and name != "training"
+        }
+
+    def note(self) -> None:
+        """At the end of a trace."""
+        now = self._now()
+        self.changed = {key: now[key] for key, value in self._before.items() if key in now and now[key] != value}
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """For a while, the numbers are those after a call."""
+        before = {key: self._before[key] for key in self.changed}
+        self._put(self.changed)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, values: Mapping[tuple[nn.Module, str], int | float]) -> None:
+        for (module, name), value in values.items():
+            vars(module)[name] = value
+
+    def error(self) -> ImportModelError:
+        """What to tell if the model computes something else with the numbers that are changed."""
+        module, name = next(iter(self.changed))
+        path = ".".join(filter(None, (self._names[module], name)))
+        before = self._before[module, name]
+        return ImportModelError(
+            f"the model computes with {path!r}, a number that each call changes (before the first it is {before}): a "
+            "graph would hold one value for ever",
+            f"Make it a buffer, self.register_buffer({name!r}, torch.tensor({before})), and change it in place.",
+        )

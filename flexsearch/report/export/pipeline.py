@@ -1,0 +1,229 @@
+"""The parts of a model that the stages of a pipeline run, and what makes them: the model with stand-ins for the modules
+of other stages."""
+
+from __future__ import annotations
+
+from textwrap import dedent, indent
+from typing import Final
+
+from flexsearch.report.export.file import File, literal, names_text
+from flexsearch.strategy.native import SINGLE
+
+SCHEDULES: Final = {
+    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved-1f1b": "ScheduleInterleaved1F1B",
+    "breadth-first": "ScheduleLoopedBFS", "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zero-bubble-v": "ScheduleZBVZeroBubble", "dualpipe-v": "ScheduleDualPipeV",
+}  # fmt: skip
+"""Classes of ``torch.distributed.pipelining.schedules``."""
+
+STAND_INS: Final = '''
+    class Absent(nn.Module):
+        """In the place of a module, with its attributes; its weights have no values."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            tensors = (*module.parameters(), *module.buffers())
+            # In a tuple, the module is no part of this one.
+            self.instead_of = (deepcopy(module, {id(x): x.detach().to("meta") for x in tensors}),)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.instead_of[0], name)
+
+
+    class Earlier(Absent):
+        """In the place of a module of an earlier stage: what this stage received of it. Of other modules the model only
+        asks for the shape of what they return."""
+
+        def __init__(self, module: nn.Module, name: str, stage: int, passing: dict[str, Tensor]) -> None:
+            super().__init__(module)
+            self.name = name if name in ENTERING[stage] else ENTERING[stage][0]
+            self.passing = passing
+
+        def forward(self, *args: object, **named: object) -> Tensor:
+            return self.passing[self.name]
+
+
+    class Later(Absent):
+        """In the place of a module of a later stage: there is nothing more to compute."""
+
+        def forward(self, *args: object, **named: object) -> Tensor:
+            raise Computed
+
+
+    class Computed(Exception):
+        """A stage has computed what it hands on."""
+
+
+    class HandOn(Absent):
+        """In the place of a module that changes nothing: its first argument."""
+
+        def forward(self, *args: Tensor, **named: Tensor) -> Tensor:
+            return next(iter((*args, *named.values())))
+'''
+TAKE_APART: Final = '''
+    def plain(module: nn.Module) -> bool:
+        """Whether it is a module of PyTorch without weights or parts."""
+        own = type(module).__module__.startswith("torch.nn.")
+        return own and not [*module.children(), *module.parameters(), *module.buffers()]
+
+
+    def take_apart(model: nn.Module, stage: int, passing: dict[str, Tensor]) -> nn.Module:
+        """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not
+        name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too."""
+        stage_of = {name: k for k, names in enumerate(STAGES) for name in names}
+        new: dict[int, nn.Module] = {}
+        at, inside = 0, tuple(f"{name}." for name in stage_of)
+        for name, module in model.named_modules():
+            at = stage_of.get(name, at)
+            if name in stage_of and at != stage:
+                new[id(module)] = Earlier(module, name, stage, passing) if at < stage else Later(module)
+            elif name in stage_of or not name.startswith(inside) and plain(module):
+                new[id(module)] = module if at == stage else HandOn(module)
+        return deepcopy(model, new)
+'''
+PART: Final = '''
+    class Part(nn.Module):
+        """The model as one stage runs it: its own code, on the whole batch, with stand-ins for the modules of other
+        stages. What it computes between modules (masks, positions) is computed in every stage."""
+
+        def __init__(self, model: nn.Module, stage: int) -> None:
+            super().__init__()
+            self.stage, self.passing = stage, {}
+            self.model = take_apart(model, stage, self.passing)
+
+        def forward(self, *received: Tensor, inputs: tuple[Tensor, ...] = (), **batch: object):
+            self.passing.update((name, x.view_as(x)) for name, x in zip(ENTERING[self.stage], received))
+            try:
+                output = self.model(*inputs, **batch)
+            except Computed:
+                return tuple(self.passing[name] for name in ENTERING[self.stage + 1])
+            finally:
+                self.passing.clear()
+            return OUTPUT
+
+
+    def passed_on(part: Part) -> None:
+        """Note what the modules of a part return: the next stages get that."""
+
+        def note(module: nn.Module, inputs: object, output: object, name: str) -> None:
+            if not isinstance(output, Tensor):
+                kind = type(output).__name__
+                raise TypeError(f"{name} returns a {kind}; in a pipeline make it return one tensor")
+            if name in ENTERING[part.stage + 1]:
+                part.passing[name] = output
+
+        for name in STAGES[part.stage] if part.stage + 1 < len(STAGES) else ():
+            part.model.get_submodule(name).register_forward_hook(partial(note, name=name))
+'''
+HERE: Final = '''
+    def here(model: nn.Module, names: list[str]) -> list[str]:
+        """Those of the modules that a part of the model has."""
+        gone = [name for name, module in model.named_modules() if isinstance(module, Absent)]
+        return [name for name in names if not any(f"{name}.".startswith(f"{g}.") for g in gone)]
+'''
+
+
+def write_pipeline(file: File) -> str:
+    """Write what a rank of a pipeline needs; the text of ``apply_plan``."""
+    plan, strategy = file.plan, file.strategy
+    kind = SCHEDULES[strategy.schedule if strategy.microbatches > 1 or max(map(len, plan.held)) > 1 else "gpipe"]
+    _parts(file)
+    _forward_backward(file)
+    file.needs("", "torch")
+    file.needs("torch.distributed.pipelining", "PipelineStage")
+    file.needs("torch.distributed.pipelining.schedules", kind)
+    stages = "stages[0]" if kind in (SCHEDULES[name] for name in SINGLE) else "stages"
+    loss, takes = "loss", ", loss: Callable[..., Tensor]"
+    if file.own_loss:
+        loss, takes = "own_loss", ""
+        file.functions.append(
+            'def own_loss(output: Tensor, target: Tensor) -> Tensor:\n    """The model computes its loss itself."""\n'
+            "    return output.mean()"
+        )
+    else:
+        file.needs("collections.abc", "Callable")
+    return (
+        f"def apply_plan(model: nn.Module{takes}):\n"
+        '    """This rank\'s parts of the model, as it runs them, and the schedule that does."""\n'
+        '    held, group = HELD[mesh().get_local_rank("pipeline")], mesh().get_group("pipeline")\n'
+        "    parts = nn.ModuleList([Part(model, stage) for stage in held])\n"
+        "    for part in parts:\n"
+        "        parallel(part)\n"
+        f'    device = torch.device("{file.device}")\n'
+        "    stages = [PipelineStage(p, p.stage, len(STAGES), device, group=group) for p in parts]\n"
+        f"    # Schedule {strategy.schedule}: {strategy.microbatches} microbatches.\n"
+        f"    return parts, {kind}({stages}, n_microbatches={strategy.microbatches}, loss_fn={loss})"
+    )
+
+
+def _parts(file: File) -> None:
+    """The modules of each stage, and what takes a model apart."""
+    plan = file.plan
+    file.needs("copy", "deepcopy")
+    file.needs("functools", "partial")
+    stages, entering = (
+        "".join(f"    {names_text(names)},\n" for names in names_of_stages)
+        for names_of_stages in (plan.stages.modules, plan.stages.entering)
+    )
+    file.constants += [
+        f"STAGES = [\n{stages}]",
+        f"ENTERING = [  # by stage: the modules whose outputs it receives\n{entering}]",
+        f"HELD = {literal(plan.held)}  # stages of each rank",
+    ]
+    output = 'output["loss"].reshape(1)' if file.own_loss else "output"
+    for text in (STAND_INS, TAKE_APART, PART.replace("OUTPUT", output)):
+        file.functions.append(dedent(text).strip())
+    if plan.tensor > 1 or plan.data > 1 or file.options.recompute != "none" or not file.precise:
+        file.functions.append(dedent(HERE).strip())
+    layers = indent("\n".join(["model = part.model", *file.layers, "passed_on(part)"]), "    ")
+    file.functions.append(
+        f'def parallel(part: Part) -> None:\n    """Make a part of the model what this rank runs."""\n{layers}'
+    )
+
+
+def _forward_backward(file: File) -> None:
+    """``forward_backward``, and what adds up the gradients of tied weights."""
+    if file.own_loss:
+        takes, given = "batch: dict[str, Tensor]", f"**batch, target=torch.zeros({file.strategy.microbatches})"
+    else:
+        takes, given = "inputs: tuple[Tensor, ...], target: Tensor", "inputs=inputs, target=target"
+    lines = ["losses: list[Tensor] = []", f"schedule.step({given}, losses=losses)"]
+    if file.plan.stages.tied:
+        _tied(file)
+        lines.append("add_tied(parts)")
+    file.functions.append(
+        f"def forward_backward(parts: nn.ModuleList, schedule: object, {takes}) -> Tensor | None:\n"
+        '    """Forward and backward pass of this rank\'s samples in microbatches; their mean loss, where the last\n'
+        '    stage is. Gradients are whole after it: to add those of several batches, use more microbatches."""\n'
+        + indent("\n".join([*lines, "return torch.stack(losses).mean().detach() if losses else None"]), "    ")
+    )
+
+
+def _tied(file: File) -> None:
+    """``add_tied``."""
+    names = ("replicate", "shard") if file.replicated else ("data",)
+    file.needs("", "torch.distributed as dist")
+    file.needs("torch.distributed.tensor", "DTensor")
+    tied = "".join(f"    {literal(weight)},\n" for weight in file.plan.stages.tied)
+    file.constants.append(f"TIED = [  # weights that several stages read, by stage\n{tied}]")
+    file.functions.append(
+        "@cache\n"
+        "def ranks_with(stages: tuple[int, ...]) -> dist.ProcessGroup:\n"
+        '    """The ranks of this pipeline that have one of these stages."""\n'
+        f"    pipelines = mesh().mesh.movedim({len(names)}, -1).reshape(-1, len(HELD)).tolist()\n"
+        "    inside = [rank for rank, held in enumerate(HELD) if set(held) & set(stages)]\n"
+        "    groups = [[pipeline[rank] for rank in inside] for pipeline in pipelines]\n"
+        "    return dist.new_subgroups_by_enumeration(groups)[0]\n\n\n"
+        "def add_tied(parts: nn.ModuleList) -> None:\n"
+        '    """Each of the stages that read a weight has one of its own, and the sum of their gradients."""\n'
+        "    for names in TIED:\n"
+        "        group = ranks_with(tuple(names))\n"
+        "        for part in parts:\n"
+        "            if part.stage in names:\n"
+        "                weight = part.model.get_parameter(names[part.stage])\n"
+        "                if isinstance(weight, DTensor):  # gradients may lie otherwise than their weights\n"
+        "                    weight.grad = weight.grad.redistribute(placements=weight.placements)\n"
+        "                    dist.all_reduce(weight.grad.to_local(), group=group)\n"
+        "                else:\n"
+        "                    dist.all_reduce(weight.grad, group=group)"
+    )
