@@ -203,7 +203,8 @@ def _call(
     ``loose``: those that can be let go of. ``apart``: what autograd saves for a call without trained weights is set
     aside."""
     lines = [f" w{e} = above(earlier, {e}, v{p}, rung{k}, {p in lasting})" for p, e in trained.items()]
-    operands = ", ".join(f"w{trained[p]}.raised" if p is not None and p in trained else _values([p]) for p in call.places)
+    above = {p: f"w{e}.raised" for p, e in trained.items()}
+    operands = ", ".join(_values([p]) if p is None or p not in above else above[p] for p in call.places)
     results = ", ".join(f"v{p}" for p in call.results)
     line = f"{results} = k{k}({operands})" if results else f"k{k}({operands})"
     if loose:
