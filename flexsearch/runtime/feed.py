@@ -27,7 +27,7 @@ class Feed:
         self.rows = rows_per_sample(self.graph)
         self.ranks = len(lowered.topology.devices)
         self.samples = [self._needed(lowered, rank) for rank in range(self.ranks)]
-        self._known: dict[tuple[str, int, int], tuple[torch.dtype, int, tuple[int, ...], int, int]] = {}
+        self._bounds_of: dict[tuple[str, int, int], tuple[torch.dtype, int, tuple[int, ...], int, int]] = {}
         self.example: tuple[Any, Any] = None, None
         """Inputs and targets, nested as at import; None where that is not known."""
 
@@ -120,12 +120,12 @@ class Feed:
 
     def _bounds(self, name: str, rank: int, batch: int) -> tuple[torch.dtype, int, tuple[int, ...], int, int]:
         """Of an input: its dtype, rows per sample, the shape that a batch has, [low, high) of the rank's rows."""
-        known = self._known.get((name, rank, batch))
+        known = self._bounds_of.get((name, rank, batch))
         if known is None:
             spec, rows = self.graph.tensor[name], self.rows.get(name, 0)
             size = (batch * rows, *spec.shape[1:]) if rows else tuple(spec.shape)
             low, high = (bound * rows for bound in self.range_of(rank, batch))
-            self._known[name, rank, batch] = known = dtype_of(spec.dtype), rows, size, low, high
+            self._bounds_of[name, rank, batch] = known = dtype_of(spec.dtype), rows, size, low, high
         return known
 
     def _refuse(self, name: str, tensor: Tensor, rank: int, batch: int) -> NoReturn:

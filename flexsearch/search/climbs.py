@@ -64,8 +64,9 @@ class ClimbSchedule:
         """Climbs that took the place of others, to go on from the best plan."""
 
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
-        """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on, as soon as
-        one has ``ended``, every second one starts from the best plan. Where plans can be folded, they are in turns."""
+        """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on (from the next
+        one, if the first splits samples only), as soon as one has ``ended``, every second one starts from the best
+        plan. Where plans can be folded, they are in turns."""
         kept = ended
         if self.proposals is not None:
             ended = ended[: max(0, index - WINDOW + 1)]
@@ -83,7 +84,8 @@ class ClimbSchedule:
         if count <= 0 and not waits:
             return self._last(index, ended, best)
         self._planned.append(count := max(0, count))
-        if place >= FROM_BEST and (place - FROM_BEST) % 2 == 0 and ended:
+        first = 1 if self.order and self.order[0].samples else FROM_BEST
+        if place >= first and place - 1 not in self._from_best and ended:
             self._from_best.add(place)
         taken = sum(earlier < place for earlier in self._from_best)
         stream = self.before + index

@@ -8,7 +8,7 @@ from typing import Final
 
 from flexsearch.search.climb import Climber
 from flexsearch.search.climbs import Plan, Start
-from flexsearch.search.constants import SAMPLES_AT, SAMPLES_FROM
+from flexsearch.search.constants import SAMPLES_FROM
 from flexsearch.search.evaluate import Configs
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Rule
@@ -20,7 +20,8 @@ def in_order(
     climber: Climber, plans: Mapping[str, Plan], best: str, rule: Rule | None, continued: bool
 ) -> tuple[tuple[int, ...], list[Start]]:
     """Into how many blocks plans can be folded, and the starts: folded plans and whole ones in turn, the ``best`` of
-    ``plans`` first, as short budgets go there, then data parallel. ``continued``: a search before climbed from the
+    ``plans`` first, as short budgets go there, then data parallel; on many devices, splits of samples before all
+    others. ``continued``: a search before climbed from the
     baselines."""
     distinct: dict[Configs, str] = {}
     for name in sorted(plans, key=lambda name: (name != best, name != "data-parallel")):
@@ -35,5 +36,5 @@ def in_order(
     parallel, many = plans["data-parallel"], len(climber.topology.devices) >= SAMPLES_FROM
     if many and rule is None and parallel.configs in distinct:
         start = Start("data-parallel, samples only", parallel.configs, parallel.evaluation, samples=True)
-        order.insert(SAMPLES_AT, start)
+        order.insert(0, start)
     return folds, order
