@@ -182,7 +182,7 @@ def test_a_plan_is_simulated_with_captured_steps(cli: Cli) -> None:
         (("--network", "0x"), "above 0"),
         (("--network", "wifi=2x"), "there are: host*/cpu - switch"),
         (("--memory", "80"), '"80" is no memory'),
-        (("--memory", "0GB"), "no such cluster"),
+        (("--memory", "0GB"), "leaves nothing; give a size above 0"),
         (("--device", "B300"), "B300"),
         (("--device", "2x", "--profile", "p.json"), "measured times"),
         (("--hosts", "0"), "--hosts"),
