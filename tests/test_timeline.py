@@ -19,8 +19,7 @@ from flexsearch.graph.importer import import_model
 from flexsearch.graph.loading import load_callable
 from flexsearch.lower import lower_for_ranks
 from flexsearch.report.trace import chrome_trace
-from flexsearch.runtime import timeline
-from flexsearch.runtime import arrivals
+from flexsearch.runtime import arrivals, timeline
 from flexsearch.runtime.arrivals import Message, Receipt, _listen, flows_from, free_since
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import parallelize
