@@ -21,7 +21,7 @@ WORK: Final = {
 }  # fmt: skip
 """Kinds of work in words."""
 ACCESS: Final[Mapping[Traffic, str]] = {
-    "copy": "copies", "lookup": "lookups", "loss": "losses", "normalisation": "normalisation", "update": "updates",
+    "copy": "copies", "lookup": "lookups", "loss": "losses", "normalisation": "normalisation",
     "windows": "pooling",
 }  # fmt: skip
 """Ways of reading and writing memory in words."""

@@ -163,10 +163,10 @@ def _run(
     """
     name = f"operators_{next(_NUMBER)}"
     rungs = _rungs([STEPS * (k + 1) for k in range(len(calls))] if weights else [])
-    known: dict[str, Any] = {f"k{k}": call.kernel for k, call in enumerate(calls)}
-    known |= {f"rung{k}": rung for k, rung in enumerate(rungs)}
-    known |= {"above": _above, "earlier": dict[int, _Weight](), "entry": _entry, "apart": _apart}
-    known |= {"aside": aside, "aside_of": _aside_of, "__name__": __name__}
+    names: dict[str, Any] = {f"k{k}": call.kernel for k, call in enumerate(calls)}
+    names |= {f"rung{k}": rung for k, rung in enumerate(rungs)}
+    names |= {"above": _above, "earlier": dict[int, _Weight](), "entry": _entry, "apart": _apart}
+    names |= {"aside": aside, "aside_of": _aside_of, "__name__": __name__}
     lines = [f"def {name}({_values(held)}):"]
     if weights:
         lines.append(" saved, others = [], []")
@@ -184,10 +184,10 @@ def _run(
             lines.append(f" e{e} = entry(v{p})")
         lines += [f" v{p} = None" for p, reader in last.items() if reader == k and p not in wanted]
     aside_too = ["saved", "others"] if weights else []
-    given = [*(f"v{p}" for p in wanted), *entered, *(f"w{e}.edge" for e in range(len(weights))), *aside_too]
-    lines.append(f" return [{', '.join(given)}]")
-    exec(compile("\n".join(lines), f"<{name}>", "exec"), known)  # of numbers alone: nothing in it comes from a file
-    body: Body = known[name]
+    returned = [*(f"v{p}" for p in wanted), *entered, *(f"w{e}.edge" for e in range(len(weights))), *aside_too]
+    lines.append(f" return [{', '.join(returned)}]")
+    exec(compile("\n".join(lines), f"<{name}>", "exec"), names)  # of numbers alone: nothing in it comes from a file
+    body: Body = names[name]
     return body
 
 

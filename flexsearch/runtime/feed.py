@@ -120,13 +120,13 @@ class Feed:
 
     def _bounds(self, name: str, rank: int, batch: int) -> tuple[torch.dtype, int, tuple[int, ...], int, int]:
         """Of an input: its dtype, rows per sample, the shape that a batch has, [low, high) of the rank's rows."""
-        known = self._bounds_of.get((name, rank, batch))
-        if known is None:
+        bounds = self._bounds_of.get((name, rank, batch))
+        if bounds is None:
             spec, rows = self.graph.tensor[name], self.rows.get(name, 0)
             size = (batch * rows, *spec.shape[1:]) if rows else tuple(spec.shape)
             low, high = (bound * rows for bound in self.range_of(rank, batch))
-            self._bounds_of[name, rank, batch] = known = dtype_of(spec.dtype), rows, size, low, high
-        return known
+            self._bounds_of[name, rank, batch] = bounds = dtype_of(spec.dtype), rows, size, low, high
+        return bounds
 
     def _refuse(self, name: str, tensor: Tensor, rank: int, batch: int) -> NoReturn:
         """Say which shapes an input may have."""
