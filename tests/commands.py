@@ -35,7 +35,7 @@ def start(*arguments: object, how: tuple[str, ...] = (), env: dict[str, str] | N
 def run(*arguments: object, **options: Any) -> Ran:
     """The same, to its end."""
     process = start(*arguments, **options)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return Ran(process.returncode, out or "", err or "")
 
 
@@ -83,7 +83,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
     """Wait for something; its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -27,7 +27,7 @@ from torch._ops import OpOverload
 
 from flexsearch.topology import Topology
 
-START_S = 120.0
+START_S = 300.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
 ON_GPUS = os.environ.get("FLEXSEARCH_TEST_DEVICE") == "cuda"
 """Ranks use CUDA and NCCL, in tests that ask ``cluster`` for their topology; several share a GPU if need be."""
@@ -75,7 +75,7 @@ class Pool:
                 raise AssertionError(f"{size} ranks did not start within {START_S} s")
             pipe.recv()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
         """Results by rank. A rank's exception is raised here, with its traceback; the pool is then closed."""
         try:
             for pipe in self.pipes:
@@ -169,7 +169,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         # NCCL refuses two ranks on one GPU of one host; it takes ranks of other names to be on hosts of their own.
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if ON_GPUS else "gloo", timeout=timedelta(seconds=300))
     _watch_sends()
     pipe.send("ready")
     while True:

@@ -112,7 +112,7 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
     for number in range(CASES):
         plan = staged_plan(imported.graph, random.Random(1000 + number))
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
-        for history, calls in ranks.run(_called_staged, imported, file, timeout_s=60):
+        for history, calls in ranks.run(_called_staged, imported, file):
             agree(expected, history, noise=NOISE)
             total += calls
     assert all(total[name] > 0 for name in ("all_gather", "reduce_scatter", "all_to_all_single"))

@@ -286,7 +286,7 @@ def test_a_large_entry_that_another_process_compiled_is_not_translated_again(pac
 def test_of_processes_that_need_the_same_function_one_compiles_it(package: Path) -> None:
     (package / "many.py").write_text(MANY)
     processes = [start(package, COUNT) for _ in range(2)]
-    ended = [process.communicate(timeout=60)[0].split() for process in processes]
+    ended = [process.communicate(timeout=300)[0].split() for process in processes]
     assert [results[:2] for results in ended] == [["24.5", "24.0"]] * 2
     fewest, most = sorted(int(results[2]) for results in ended)
     assert fewest == 0 and most > 12

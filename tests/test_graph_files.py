@@ -173,7 +173,7 @@ def test_a_small_file_does_not_become_a_huge_graph(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(FileFormatError, match="with all repetitions are more than 128 MiB"):
         OperatorGraph.load(tmp_path / "g.json")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_the_file_of_a_large_decoder_is_small(tmp_path: Path) -> None:

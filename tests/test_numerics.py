@@ -238,7 +238,7 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
     for number in range(STAGED):
         plan, adamw = staged_plan(graph, random.Random(int(SEED or 0) + number), cluster=cluster), number % 3 == 2
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
-        for rank, history in enumerate(ranks.run(_staged, imported, file, adamw, timeout_s=60)):
+        for rank, history in enumerate(ranks.run(_staged, imported, file, adamw)):
             try:
                 agree(expected[adamw], history, noise=NOISE if adamw else 1e-14)
             except AssertionError as error:
@@ -282,7 +282,7 @@ def test_parts_in_messages_and_messages_on_connections_of_their_own_arrive_where
     for number in range(2000, 2006):
         plan = staged_plan(imported.graph, random.Random(number), cluster=cluster)
         file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
-        for history, more, down in ranks.run(_apart, imported, file, timeout_s=60):
+        for history, more, down in ranks.run(_apart, imported, file):
             agree(expected, history)
             several, downwards = several + more, downwards + down
     assert several > 0 and downwards > 0

@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(cli: Cli, com
     error = ran.json["error"]
     assert error["kind"] == "output_error" and PLACES[place] in error["message"] and error["remedy"]
     assert set(os.listdir()) == before
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 120
 
 
 @pytest.mark.skipif(ROOT, reason="root may write everywhere")

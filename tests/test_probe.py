@@ -287,7 +287,7 @@ probe.main_from_env(sys.argv[1], quick=True)
 def test_hosts_are_told_apart_by_their_networks_and_share_a_core(tmp_path: object) -> None:
     cores = sorted(netns.os.sched_getaffinity(0))[:1]
     with netns.SlowNetwork(3, rate="1gbit", cores=cores) as network:
-        network.run([sys.executable, "-c", SCRIPT, f"{tmp_path}/net.json"], timeout=120)
+        network.run([sys.executable, "-c", SCRIPT, f"{tmp_path}/net.json"], timeout=300)
     topology = Topology.load(f"{tmp_path}/net.json")
     assert topology.switches == ("switch",) and len(topology.links) == 3, "one wire to the switch for each host"
     assert len(set(topology.processor_of)) == 1, "all on one core"

@@ -249,7 +249,7 @@ def test_a_failing_rank_ends_the_others_and_is_quoted(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeFailure, match=r"rank 1 ended with exit code 1(.|\n)*no such thing"):
         launch(_script(tmp_path, text), 3, grace_s=0.2)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
 
 
 def test_others_than_the_first_may_fail_where_that_is_tolerated(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_rank_killed_in_mid_step_ends_the_run_with_a_message(tmp_path: Path) -
     began = time.monotonic()
     with pytest.raises(RuntimeFailure, match="rank 1 was killed by signal 9"):
         call("tests.test_run:_lose", arguments, 2)
-    assert time.monotonic() - began < 80, "long before anybody gives up waiting"
+    assert time.monotonic() - began < 300, "long before anybody gives up waiting"
 
 
 def test_the_wrong_number_of_ranks_is_refused_with_a_reason() -> None:

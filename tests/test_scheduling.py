@@ -54,5 +54,5 @@ def printed(script: str) -> list[str]:
     """Words that a script prints in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-c", script]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
     return ran.stdout.split()

@@ -24,7 +24,7 @@ def shell(command: str, *arguments: object, **env: str) -> Ran:
     environment = {**os.environ, "PYTHONPATH": SOURCE, **env}
     done = subprocess.run(
         ["bash", "-c", f'F() {{ "$@"; echo "code $?" >> code; }}; {command}', "bash", *words],
-        env=environment, capture_output=True, timeout=120,
+        env=environment, capture_output=True, timeout=300,
     )  # fmt: skip
     return Ran(int(Path("code").read_text().split()[-1]), done.stdout.decode("latin-1"), done.stderr.decode("latin-1"))
 
