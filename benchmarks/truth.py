@@ -1,7 +1,7 @@
 """How near are predictions to training steps that others measured on real GPU clusters?
 
     python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron|nccl] [--rows]
-    python -m benchmarks.truth DATA --fit [--gpu A100|H100] [--quick] [--json]
+    python -m benchmarks.truth DATA --fit [--by size|source] [--gpu A100|H100] [--quick] [--json]
     python -m benchmarks.truth DATA --intervals
 
 ``DATA``: the folder of the measurements; its files and where they come from:
@@ -27,7 +27,7 @@ Each row's layout, microbatches, recomputation and precision are those of the ru
 
 A table is told as a whole, by source, model, and degrees of tensor and pipeline parallelism. ``--rows`` prints every
 row; ``--intervals`` how many steps the predicted 80 % intervals cover, by source; ``--fit`` the efficiencies that these
-rows teach, and how far off they are for sizes that were left out (:mod:`benchmarks.truth_fit`).
+rows teach, and how far off they are for sizes, or sources, that were left out (:mod:`benchmarks.truth_fit`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from typing import Any, Final
 from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
-from benchmarks.truth_fit import GPUS, THIN, fit_gpu, rows_of
+from benchmarks.truth_fit import BY, GPUS, THIN, another_code, fit_gpu, rows_of, with_pipelines
 from flexsearch.cost import Learned, Profile, ProfileDevice
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
@@ -207,6 +207,11 @@ class Scored:
     def ratio(self) -> float:
         return self.predicted_s / self.case.measured_s
 
+    @property
+    def inside(self) -> bool:
+        """Whether the measured step lies in the interval."""
+        return abs(self.predicted_s - self.case.measured_s) <= self.width * self.predicted_s
+
 
 def predict(case: Case, learned: Learned | None = None, interval: bool = False) -> Scored:
     """Simulate a case. Raises FlexsearchError where no plan expresses it. Where the last stage has no room for the
@@ -248,9 +253,7 @@ def tau(rows: Sequence[Scored]) -> float | None:
     pairs = list(combinations(rows, 2))
     if len(rows) < 3:
         return None
-    agree = sum(
-        (a.predicted_s - b.predicted_s) * (a.case.measured_s - b.case.measured_s) > 0 for a, b in pairs
-    )
+    agree = sum((a.predicted_s - b.predicted_s) * (a.case.measured_s - b.case.measured_s) > 0 for a, b in pairs)
     return 2 * agree / len(pairs) - 1
 
 
@@ -324,20 +327,25 @@ def interval_rows(name: str, rows: Sequence[Scored]) -> Iterator[Row]:
     sources = dict.fromkeys(row.case.source for row in rows)
     for part in (None, *(sources if len(sources) > 1 else ())):
         some = [row for row in rows if part in (None, row.case.source)]
-        inside = [abs(row.predicted_s - row.case.measured_s) <= row.width * row.predicted_s for row in some]
+        inside = [row.inside for row in some]
         yield {
             "table": name, "part": part or "all", "rows": len(some), "covered": sum(inside),
             "share": sum(inside) / len(some), "half_width": median([row.width for row in some]),
         }  # fmt: skip
 
 
-def fit_rows(data: Path, quick: bool, gpus: Iterable[str]) -> Iterator[Row]:
+def fit_rows(data: Path, quick: bool, gpus: Iterable[str], by: str) -> Iterator[Row]:
     """See :mod:`benchmarks.truth_fit`."""
     cases = [case for cases_of in TABLES.values() for case in cases_of(data) if isinstance(case, Case)]
     for gpu in gpus:
         own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
-        taught = fit_gpu(gpu, own[:: THIN if quick else 1], lambda case, learned: predict(case, learned).predicted_s)
-        yield from rows_of(taught, [predict(case).ratio for case in taught.cases])
+        thin = THIN if quick else 1
+        taught = fit_gpu(gpu, own[::thin], lambda case, learned: predict(case, learned).predicted_s, by)
+        yield from rows_of(taught, [predict(case, interval=True) for case in taught.cases])
+        if by == "source" and len({BY[by](case) for case in taught.cases}) > 1:
+            yield another_code(taught)
+            others = [case for case in cases if case.cluster.startswith(GPUS[gpu])][::thin]
+            yield from with_pipelines(taught, others, lambda case, learned: predict(case, learned, True))
 
 
 def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tuple[list[Scored], list[str]]:
@@ -365,13 +373,14 @@ def main() -> int:
     arguments.add_argument("--rows", action="store_true", help="print every row")
     arguments.add_argument("--fit", action="store_true", help="fit the efficiencies anew, each size left out in turn")
     arguments.add_argument("--gpu", choices=GPUS, help="fit those of one GPU")
+    arguments.add_argument("--by", choices=BY, default="size", help="what --fit leaves out in turn")
     arguments.add_argument("--intervals", action="store_true", help="how many steps the 80 %% intervals cover")
     options = arguments.parse_args()
     if not options.data.is_dir():
         arguments.error(f"{options.data} is no folder")
     lines: list[Row] = []
     if options.fit:
-        rows = list(fit_rows(options.data, options.quick, GPUS if options.gpu is None else [options.gpu]))
+        rows = list(fit_rows(options.data, options.quick, GPUS if options.gpu is None else [options.gpu], options.by))
         report(rows, "Efficiencies fitted to published steps", options.json)
         return 0
     for name in TABLES if options.only is None else {options.only} - {"nccl"}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
@@ -25,6 +25,7 @@ from flexsearch.simulate.staged import StagedSimulators, step_of_strategy
 from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import with_code
 
 if TYPE_CHECKING:
     from flexsearch.measure.learning import Figure, Fitted
@@ -43,18 +44,24 @@ UPPER: Final[Mapping[str, float]] = {
 """The largest values of a device's efficiency that make sense; a share of ``traffic`` is at most 1."""
 OF_NONE: Final[Mapping[str, float]] = {"matrix_size": 64.0, "overhead_s": 1e-6}
 """How far figures may well lie from 0, where they are 0; of others half of what they are."""
+MOST: Final = 1e6
+"""The largest number of a row: seconds, devices, microbatches, a weight."""
 LEAST: Final = 1e-3
 """The smallest share of a peak."""
+FAR: Final = 4.0
+"""A figure that is so many times what its file says, or that part of it, stands for something else: a chain of kernels
+that the graph has as one operator, a host that others use. Figures of an efficiency go no further than that."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``group``: rows that
-    are left out together; ``half``: whether it computes in half precision; ``predict``: iteration time (s) under a
-    profile."""
+    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``model``: its graph and sequence
+    length; ``group``: rows that are left out together; ``half``: whether it computes in half precision; ``predict``:
+    iteration time (s) under a profile."""
 
     name: str
     plan: str
+    model: str
     group: str
     weight: float
     measured_s: float
@@ -80,6 +87,24 @@ class Calibrated:
         points = self.fitted.point.tolist()
         return {self.figures[k].name: (self.figures[k].prior, points[k]) for k in self.fitted.chosen}
 
+    @property
+    def doubtful(self) -> dict[str, str]:
+        """By name of a figure that hardly stands for what it is named after, why."""
+        cluster = self.rows[0].topology
+        starts = {
+            "task_s": max(device.overhead_s for device in cluster.devices), "start_s": cluster.communication.overhead_s
+        }  # fmt: skip
+        told = {}
+        for k in self.fitted.chosen:
+            figure, value = self.figures[k], float(self.fitted.point[k])
+            own = starts.get(figure.name, 0.0)
+            times = (own + value) / (own + figure.prior) if own + figure.prior > 0.0 else 1.0
+            if min(abs(value - figure.least), abs(value - figure.most)) <= 1e-3 * abs(value):
+                told[figure.name] = "the rows would have it further from what its file says than makes sense"
+            elif not 1.0 / FAR < times < FAR:
+                told[figure.name] = f"with it that part of a step takes {times:.2g} times as long"
+        return told
+
 
 def read_rows(path: Path, topology: Topology) -> list[Measured]:
     """The rows of a CSV file. Raises FileFormatError that names the line and the column."""
@@ -89,9 +114,12 @@ def read_rows(path: Path, topology: Topology) -> list[Measured]:
             columns, lines = list(reader.fieldnames or ()), list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         remedy = "Give a CSV file with a line of column names."
-        raise FileFormatError(f"{path} cannot be read: {error}", remedy) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileFormatError(f"{path} cannot be read: {reason}", remedy) from error
     if not lines:
         raise FileFormatError(f"{path} has no rows", f"Its first line names columns: {', '.join(COLUMNS[:3])}, ...")
+    if twice := next((name for name in columns if columns.count(name) > 1), None):
+        raise FileFormatError(f"{path}: there are two columns {twice!r}", "Leave one of them out.")
     if unknown := [name for name in columns if name not in COLUMNS]:
         raise FileFormatError(f"{path}: unknown column {unknown[0]!r}", f"The columns are {', '.join(COLUMNS)}.")
     if "measured_s" not in columns:
@@ -110,7 +138,9 @@ def read_rows(path: Path, topology: Topology) -> list[Measured]:
             rows.append(_Reader(path.parent, topology, row, graphs).read())
         except FlexsearchError as error:
             raise error.at(f"{path}, line {number}") from error
-    return rows
+    # What a fit says of other models, the others must teach: else each plan is left out by itself.
+    several = len({row.model for row in rows}) > 1
+    return [row if row.group else replace(row, group=row.model if several else row.plan) for row in rows]
 
 
 class _Reader:
@@ -138,7 +168,7 @@ class _Reader:
             if "graph" not in self.row:
                 raise FileFormatError("it names neither a strategy nor a graph")
             graph, layout, options = self.graph(self.row["graph"]), self.layout(), self.options()
-            cluster = Topology.load(self.row["topology"]) if "topology" in self.row else self.topology
+            cluster = self.cluster(self.row["topology"]) if "topology" in self.row else self.topology
             half = options.precision != "as-is"
             name = f"{self.row['graph']}, batch {graph.batch}, {layout.data} x {layout.tensor} x {layout.pipeline}"
             if layout.devices != len(cluster.devices):
@@ -150,42 +180,50 @@ class _Reader:
         if network_name(cluster.name) != network_name(self.topology.name):
             raise FileFormatError(f"it was measured on {cluster.name}, and the topology is {self.topology.name}")
         plain = {key: value for key, value in self.row.items() if key not in ("measured_s", "weight", "group")}
-        own = repr(sorted(plain.items()))
-        return Measured(name, own, self.row.get("group", own), weight, measured_s, cluster, half, predict)
+        own, model = repr(sorted(plain.items())), f"{graph.name} {self.row.get('seq', '')}".strip()
+        return Measured(name, own, model, self.row.get("group", ""), weight, measured_s, cluster, half, predict)
+
+    def cluster(self, name: str) -> Topology:
+        """Another cluster, with the code of the one that rows were measured on."""
+        cluster, code = Topology.load(name), self.topology.code
+        return cluster if code is None or cluster.code is None else with_code(cluster, code.kind)
 
     def number(self, column: str, usual: str = "") -> float:
-        """A number above 0."""
+        """A number above 0, at most ``MOST``."""
         text = self.row.get(column, usual)
         try:
             value = float(text)
         except ValueError:
             value = inf
-        if not isfinite(value) or value <= 0.0:
-            raise FileFormatError(f"{column} is {text or 'empty'!r}", "Give a number above 0.")
+        if not isfinite(value) or not 0.0 < value <= MOST:
+            raise FileFormatError(f"{column} is {text or 'empty'!r}", f"Give a number above 0, at most {MOST:,.0f}.")
         return value
+
+    def whole(self, column: str, usual: str = "") -> int:
+        """A whole number above 0."""
+        value = self.number(column, usual)
+        if value != int(value):
+            raise FileFormatError(f"{column} is {value:g}", "Give a whole number.")
+        return int(value)
 
     def graph(self, name: str) -> OperatorGraph:
         """A file beside the rows, or a shipped graph, of the size that the row says."""
         key = name, self.row.get("batch", ""), self.row.get("seq", "")
         if key not in self.graphs:
             here = self.folder / name
-            seq = int(self.number("seq")) if "seq" in self.row else None
+            seq = self.whole("seq") if "seq" in self.row else None
             loaded = OperatorGraph.load(str(here) if here.is_file() else name)
             self.graphs[key] = loaded.resized(self.row.get("batch"), seq)
         return self.graphs[key]
 
     def layout(self) -> Layout:
-        numbers = {column: self.number(column, "1") for column in NUMBERS}
-        for column, value in numbers.items():
-            if value != int(value):
-                raise FileFormatError(f"{column} is {value:g}", "Give a whole number.")
+        counts: Any = {column: self.whole(column, "1") for column in NUMBERS}
         schedule, states = self.row.get("schedule", "1f1b"), self.row.get("states", "whole")
         if schedule not in get_args(ScheduleKind):
             raise FileFormatError(f"schedule is {schedule!r}", f"Give one of {', '.join(get_args(ScheduleKind))}.")
         kept = {level.name.lower(): level for level in States}
         if states not in kept:
             raise FileFormatError(f"states is {states!r}", f"Give one of {', '.join(kept)}.")
-        counts: Any = {column: int(value) for column, value in numbers.items()}
         return Layout(**counts, schedule=schedule, states=kept[states])  # type: ignore[arg-type]
 
     def options(self) -> Options:
@@ -280,7 +318,9 @@ def _figures(
         for name, value in named.items():
             now = prior.efficiency.get(prefix + name, value)
             spread = 0.5 * now or OF_NONE[name]
-            figures.append(Figure(prefix + name, now, spread, LEAST * min(1.0, now), UPPER.get(name, 1.0)))
+            least, most = (value / FAR, value * FAR) if value else (0.0, FAR * FAR * OF_NONE[name])
+            least, most = max(least, LEAST * min(1.0, now)), min(most, UPPER.get(name, 1.0))
+            figures.append(Figure(prefix + name, now, spread, min(least, now), max(most, now)))
     else:
         overhead_s = max(one.overhead_s for one in topology.devices)
         figures += computing_figures(prior, overhead_s, len(rows))

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexsearch.calibrating import calibrate, read_rows
+from flexsearch.calibrating import FAR, Calibrated, _figures, calibrate, read_rows
 from flexsearch.cost import Learned, Network, Profile, ProfileDevice
 from flexsearch.errors import ProfileError
+from flexsearch.measure.learning import Fitted
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
 from flexsearch.topology.kernels import Efficiency
@@ -77,6 +78,36 @@ def test_figures_of_full_precision_that_a_file_names_come_back(tmp_path: Path) -
     assert all(name.startswith("full.") for name in learned.efficiency)
 
 
+def test_figures_stay_near_their_file_and_those_that_go_far_are_doubtful(tmp_path: Path) -> None:
+    """Rows of another code would have starting an operator take nine times as long as its file says."""
+    topology, path = Topology.load("dgx-a100:1"), tmp_path / "rows.csv"
+    path.write_text("graph,data,precision,measured_s\ngpt2,8,bf16,1\n")
+    rows, own = read_rows(path, topology), topology.devices[0].efficiency_for("bfloat16")
+    figures = _figures(rows, topology, GPU, Learned())
+    names = [figure.name for figure in figures]
+    start, time = names.index("overhead_s"), names.index("time")
+    assert figures[start].most == pytest.approx(FAR * own.overhead_s)
+    assert figures[names.index("matrix")].least == pytest.approx(own.matrix / FAR)
+    assert figures[names.index("attention_forward")].most == 2.0  # there is no more
+    taught = {start: figures[start].most, time: 1.3}
+    point = np.array([taught.get(k, figure.prior) for k, figure in enumerate(figures)])
+    error = np.zeros(1)
+    result = Calibrated(tuple(rows), GPU, Fitted(point, (start, time), error, error, error, (point,)), figures, 2)
+    assert list(result.doubtful) == ["overhead_s"]
+    point[time] = 9.0
+    assert set(result.doubtful) == {"overhead_s", "time"} and "9 times" in result.doubtful["time"]
+
+
+def test_rows_of_several_models_are_left_out_by_model(tmp_path: Path) -> None:
+    topology, path = Topology.load("ethernet-1g:2"), tmp_path / "rows.csv"
+    head, lines = "graph,batch,data,tensor,measured_s\n", ["lenet,64,2,1,1\n", "lenet,128,2,1,1\n", "mlp,64,2,1,1\n"]
+    path.write_text(head + "".join(lines))
+    assert [row.group for row in read_rows(path, topology)] == ["lenet", "lenet", "mlp"]
+    path.write_text(head + "".join(lines[:2]))
+    one, other = (row.group for row in read_rows(path, topology))
+    assert one != other
+
+
 def test_few_rows_and_one_plan_are_refused(tmp_path: Path) -> None:
     topology, path = Topology.load("ethernet-1g:2"), tmp_path / "rows.csv"
     path.write_text("graph,data,measured_s\nlenet,2,0.01\nlenet,2,0.01\nlenet,2,0.01\n")
@@ -97,6 +128,9 @@ def test_few_rows_and_one_plan_are_refused(tmp_path: Path) -> None:
         ("graph,data,seconds,measured_s\nlenet,2,1,1\n", "unknown column 'seconds'"),
         ("graph,data,measured_s\nlenet,2,-1\n", "measured_s is '-1'"),
         ("graph,data,measured_s\nlenet,2,nan\n", "measured_s is 'nan'"),
+        ("graph,data,measured_s\nlenet,2,1e300\n", "at most 1,000,000"),
+        ("graph,data,data,measured_s\nlenet,1,2,1\n", "two columns 'data'"),
+        ("graph,data,measured_s,seq\ngpt2,2,1,1.5\n", "seq is 1.5"),
         ("graph,data,measured_s\nnothing,2,1\n", "nothing"),
         ("graph,data,measured_s\nlenet,3,1\n", "the layout takes 3 devices"),
         ("graph,data,measured_s\nlenet,1.5,1\n", "data is 1.5"),

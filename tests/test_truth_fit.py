@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from benchmarks.decoders import Model
 from benchmarks.truth import Case, Scored, interval_rows
 from benchmarks.truth_causes import CAUSES, causes
-from benchmarks.truth_fit import SHARES, START, figures_of, fit_gpu, rows_of
+from benchmarks.truth_fit import SHARES, START, another_code, figures_of, fit_gpu, rows_of, with_pipelines
 from flexsearch.cost import Learned
 from flexsearch.search.hybrid import Layout
 from flexsearch.strategy import Options
@@ -35,6 +36,11 @@ def case(hidden: int, batch: int, measured_s: float = 1.0, pipeline: int = 1) ->
     return Case("fsdp", "there", (batch,), "a step", model, batch, "a100_80gb", layout, Options(), measured_s)
 
 
+def current(cases: Sequence[Case]) -> list[Scored]:
+    """As a profile says them, a tenth to each side."""
+    return [Scored(one, one.measured_s, width=0.1) for one in cases]
+
+
 def test_planted_figures_are_recovered_and_a_size_that_is_left_out_is_predicted() -> None:
     planted = Learned(efficiency=PLANTED)
     cases = []
@@ -47,9 +53,10 @@ def test_planted_figures_are_recovered_and_a_size_that_is_left_out_is_predicted(
     taught = fit_gpu("A100", [*cases, case(512, 5, 1e6, pipeline=2)], seconds)
     assert len(taught.cases) == 24  # pipelines are none of the fit
     assert taught.figures() == pytest.approx(PLANTED, rel=0.1)
-    lines = {line["part"]: line for line in rows_of(taught, [1.0] * 24)}
+    lines = {line["part"]: line for line in rows_of(taught, current(cases))}
     for hidden in (512, 2048, 4096):
         assert lines[f"hidden {hidden}"]["left_out_mape"] < 0.02
+        assert lines[f"hidden {hidden}"]["left_out_covered"] == 1.0
     assert 0.05 < lines["hidden 1024"]["left_out_mape"] < 0.12  # the run that took twice as long is counted
     assert lines["all"]["rows"] == lines["there"]["rows"] == 24
 
@@ -62,9 +69,31 @@ def test_a_size_is_predicted_by_what_the_others_teach() -> None:
         for k in range(6)
     ]
     taught = fit_gpu("A100", cases, seconds)
-    lines = {line["part"]: line for line in rows_of(taught, [1.0] * 24)}
+    lines = {line["part"]: line for line in rows_of(taught, current(cases))}
     assert lines["hidden 4096"]["left_out_mape"] > 0.3
     assert lines["hidden 4096"]["left_out_bias"] < -0.3
+    assert lines["hidden 4096"]["left_out_covered"] == 0.0
+
+
+def test_a_source_is_predicted_by_what_the_others_teach() -> None:
+    planted, others = Learned(efficiency=PLANTED), Learned(efficiency=figures_of([2.0] * 6))
+    cases = [
+        replace(case(512, 13 * k + hidden), table=table, measured_s=seconds(case(512, 13 * k + hidden), by))
+        for table, by in (("fsdp", planted), ("megatron", planted), ("pipelines", others))
+        for hidden, k in ((one, one + 3) for one in range(8))
+    ]
+    taught = fit_gpu("A100", cases, seconds, "source")
+    staged = [replace(one, layout=replace(one.layout, pipeline=2)) for one in cases]
+
+    def scored(one: Case, learned: Learned) -> Scored:
+        return Scored(one, seconds(one, learned), width=0.1)
+
+    lines = {line["part"]: line for line in with_pipelines(taught, staged, scored)}
+    assert lines["vtrain, with pipelines"]["left_out_covered"] == 0.0
+    assert lines["vtrain, with pipelines"]["left_out_bias"] < -0.15
+    assert taught.without(cases[0]) != taught.figures()
+    # Two that agree and one that is far off: a fourth may be as far.
+    assert 0.2 < another_code(taught)["error"] < 1.0
 
 
 def test_steps_in_their_intervals_are_counted() -> None:

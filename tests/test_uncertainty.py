@@ -15,7 +15,7 @@ from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
 from flexsearch.strategy import Options, Strategy
 from flexsearch.topology import Topology
-from flexsearch.topology.changes import with_links
+from flexsearch.topology.changes import edited, with_links
 from tests.conftest import Cli
 
 MATRIX, LINKS = Source.of("matrix products", "guessed"), Source.of("links", "guessed")
@@ -49,7 +49,8 @@ def test_the_parts_of_a_time_add_up_to_it_and_scale_with_their_source() -> None:
 def test_a_step_that_waits_for_hosts_rests_on_what_launching_takes() -> None:
     here = Setting.of(OperatorGraph.load("lenet"), Topology.load("dgx-a100:1"))
     estimate = here.row("single", here.baseline("single")).simulation.estimate
-    assert sum(estimate.shares.values()) == pytest.approx(estimate.seconds, rel=0.02)
+    parts = {source: share for source, share in estimate.shares.items() if "code" not in source.name}
+    assert sum(parts.values()) == pytest.approx(estimate.seconds, rel=0.02)
     launching = sum(share for source, share in estimate.shares.items() if source.name.startswith("launches"))
     assert launching > 0.9 * estimate.seconds
 
@@ -85,6 +86,32 @@ def test_what_no_measured_step_has_taught_is_guessed() -> None:
     assert kinds["alexnet"]["matrix products on A100-SXM4-80GB"] == "measured"
     assert kinds["gpt2"]["other operators on A100-SXM4-80GB"] == "measured"
     assert kinds["gpt2"]["normalisation on A100-SXM4-80GB"] == "guessed"
+
+
+def test_figures_of_other_codes_make_intervals_wider_than_ones_own() -> None:
+    """Guessed, fitted to steps of others, and measured with the code at hand."""
+    graph, options, halves = OperatorGraph.load("mlp"), Options(precision="bf16"), []
+    device = ProfileDevice(kind="cuda", model="A100-SXM4-80GB")
+    own = Profile(device=device, torch="2", learned=Learned(compute=1.01, plans=6, error=0.03))
+    wide = Topology.load("dgx-a100:1").subset([0])
+    fast = edited(wide, devices=tuple(d.model_copy(update={"overhead_s": 0.0}) for d in wide.devices))
+    plain = edited(fast, code=None)
+    for topology, profile in ((edited(fast, sources=()), None), (fast, None), (plain, None), (fast, own)):
+        here = Setting.of(graph, topology, profile)
+        estimate = here.row("", here.baseline("single", options)).simulation.estimate
+        halves.append(estimate.half / estimate.seconds)
+        codes = [source for source in estimate.shares if "code" in source.name]
+        assert [source.error for source in codes] == ([0.053] if topology.code and not profile else [])
+        assert all(estimate.shares[source] == estimate.seconds for source in codes)
+    assert halves[0] > halves[1] > halves[2] > halves[3]
+    assert halves[1] ** 2 == pytest.approx(halves[2] ** 2 + (DEVIATIONS * 0.053) ** 2)
+
+
+def test_plans_of_one_code_are_told_apart_as_if_it_were_known() -> None:
+    code = Source("fused code of others", "published", 0.05)
+    a, b = (Estimate(s, {MATRIX: 0.9 * s, code: s}) for s in (1.0, 1.1))
+    c, d = (Estimate(s, {MATRIX: 0.9 * s}) for s in (1.0, 1.1))
+    assert a.half > c.half and a.apart(b) < 1.05 * c.apart(d)
 
 
 def test_errors_of_common_sources_cancel() -> None:

@@ -167,7 +167,9 @@ def test_only_some_links_change_and_another_cluster_may_take_the_place(cli: Cli,
 def test_a_plan_is_simulated_with_captured_steps(cli: Cli) -> None:
     setting = Setting.of(OperatorGraph.load("lenet"), Topology.load("dgx-a100:1"))
     setting.baseline("data-parallel").save("gpus.json")
-    data = cli("what-if", "gpus.json", "--captured", "-b", "20", "--save-topology", "captured.json", "--json").json
+    data = cli(
+        "what-if", "gpus.json", "--code", "captured", "-b", "20", "--save-topology", "captured.json", "--json"
+    ).json
     assert data["change"] == "steps captured as graphs"
     assert data["this_plan"]["iteration_s"] < data["today"]["iteration_s"]
     assert {device.overhead_s for device in Topology.load("captured.json").devices} == {0.0}
@@ -177,7 +179,7 @@ def test_a_plan_is_simulated_with_captured_steps(cli: Cli) -> None:
     ("arguments", "words"),
     [
         ((), "say what to change"),
-        (("--captured",), "captured steps change nothing"),
+        (("--code", "captured"), "captured steps change nothing"),
         (("--network", "fast"), '"fast" is no change of links'),
         (("--network", "0x"), "above 0"),
         (("--network", "wifi=2x"), "there are: host*/cpu - switch"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexsearch.cli.common import JsonOption, check_outputs, show, stdout
+from flexsearch.cli.common import CodeOption, JsonOption, check_outputs, load_topology, show, stdout
 from flexsearch.cli.learning import new_profile
 from flexsearch.cli.progress import Live
 from flexsearch.cost.learned import FULL, TRAFFIC
@@ -40,6 +40,7 @@ def calibrate(
     profile: Annotated[
         Path | None, typer.Option("--profile", "-p", metavar="P", help="Profile to go on from. May be the output.")
     ] = None,
+    code: CodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fit the cost model to measured iteration times, and write what they teach as a profile.
@@ -51,9 +52,8 @@ def calibrate(
     from flexsearch.calibrating import calibrate as fitted
     from flexsearch.calibrating import read_rows
     from flexsearch.cost import Profile
-    from flexsearch.topology import Topology
 
-    cluster = Topology.load(topology)
+    cluster = load_topology(topology, code)
     before_fit = Profile.load(profile) if profile is not None else new_profile(cluster)
     with Live("reading rows"):
         measured = read_rows(rows, cluster)
@@ -72,6 +72,7 @@ def _data(result: Calibrated, output: Path) -> dict[str, Any]:
     return {
         "path": str(output) if result.changed else None, "most_figures": result.most,
         "figures": {name: {"before": before, "after": after} for name, (before, after) in result.changed.items()},
+        "doubtful": result.doubtful,
         "residual": None if learned is None or learned.residual is None else learned.residual.model_dump(),
         "rows": [
             {"plan": row.name, "group": row.group, "measured_s": row.measured_s, **dict(zip(names, own, strict=True))}
@@ -110,4 +111,11 @@ def _say(result: Calibrated, output: Path) -> None:
         f"{allowed}. Median error {percent(typical(fitted.before))} -> {percent(typical(fitted.after))}; of rows that "
         f"were left out {percent(typical(fitted.left_out))}."
     )
+    for name, reason in result.doubtful.items():
+        tell(
+            f"Doubtful: {name}; {reason}. It takes up something that the model lacks, so plans that differ from these "
+            "rows may be far off. Is the code the one that the topology describes (--code)? Had each rank a processor "
+            "of its own?",
+            indent=2,
+        )
     stdout.print(f"Wrote {output}. Give it with --profile.", soft_wrap=True)

@@ -8,7 +8,7 @@ import typer
 
 from flexsearch.cli.common import JsonOption, show, stdout
 from flexsearch.report.grid import Column, Grid
-from flexsearch.report.units import digits, nbytes
+from flexsearch.report.units import digits, nbytes, percent
 from flexsearch.topology import Topology, presets
 from flexsearch.topology.kernels import USUAL, recipe_passes
 from flexsearch.topology.sources import FIGURES, Figure
@@ -27,6 +27,9 @@ def clusters(
 
     def human() -> None:
         stdout.print(f"{cluster.name}: {cluster.source or 'nothing is said of it'}", soft_wrap=True, markup=False)
+        if (code := cluster.code) is not None:
+            error = f"; other codes differ by {percent(code.error)} (standard error)" if code.error else ""
+            stdout.print(f"Code: {code.kind}: {code.describes}{error}: {code.origin}", soft_wrap=True, markup=False)
         stdout.print(_sources(cluster))
 
     show(as_json, _data(cluster), human)
@@ -36,7 +39,9 @@ def _data(cluster: Topology) -> dict[str, Any]:
     device = cluster.devices[0]
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     return {
-        "name": cluster.name, "source": cluster.source, "hosts": len(cluster.hosts), "devices": len(cluster.devices),
+        "name": cluster.name, "source": cluster.source,
+        "code": None if cluster.code is None else cluster.code.model_dump(),
+        "hosts": len(cluster.hosts), "devices": len(cluster.devices),
         "model": device.model, "flops_per_s": device.flops, "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth, "backend": cluster.communication.backend,
         "figures": {

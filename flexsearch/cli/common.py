@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from flexsearch.graph import OperatorGraph
     from flexsearch.setting import Setting
     from flexsearch.strategy import Strategy
+    from flexsearch.topology import Topology
+    from flexsearch.topology.codes import CodeKind
 
 
 class _Plain(Console):
@@ -79,6 +81,14 @@ DataOption = Annotated[
         "prefetch=1 (batches ahead), samples=1.2M (of the data set).",
     ),
 ]  # fmt: skip
+CodeOption = Annotated[
+    Literal["fused", "eager", "captured"] | None,
+    typer.Option(
+        "--code",
+        help="The training code on GPUs: fused kernels; eager: PyTorch without compilation; captured: as a graph that "
+        "no host launches. Default: as the topology says.",
+    ),
+]
 BatchOption = Annotated[
     str | None,
     typer.Option(
@@ -147,16 +157,42 @@ def show(as_json: bool, data: dict[str, Any], human: Callable[[], None]) -> None
         human()
 
 
-def load_setting(graph: str, topology: str, profile: Path | None, size: Size, data: str | None = None) -> Setting:
-    """Graph, topology and costs by what the user named. ``data``: what is read from its storage."""
+def load_setting(
+    graph: str, topology: str, profile: Path | None, size: Size, data: str | None = None, code: CodeKind | None = None,
+    rounds: bool = False,
+) -> Setting:  # fmt: skip
+    """Graph, topology and costs by what the user named. ``data``: what is read from its storage; ``code``: that
+    trains; ``rounds``: products in TF32."""
     from flexsearch.cost import Profile
     from flexsearch.setting import Setting
-    from flexsearch.topology import Topology
+    from flexsearch.topology.changes import with_tf32
 
-    cluster = Topology.load(topology)
+    cluster = load_topology(topology, code)
+    if rounds:
+        if profile is not None:
+            raise typer.BadParameter("a profile has no times in TF32; leave one of them out", param_hint="--precision")
+        cluster = with_tf32(cluster)
     if data is not None:
         cluster = cluster.with_reading(**_reading(data))
     return Setting.of(size.load(graph), cluster, Profile.load(profile) if profile is not None else None)
+
+
+def load_topology(name: str, code: CodeKind | None) -> Topology:
+    """A topology by what the user named, with the code that trains there."""
+    from flexsearch.topology import Topology
+    from flexsearch.topology.changes import with_code
+
+    cluster = Topology.load(name)
+    return cluster if code is None else with_code(cluster, code)
+
+
+def refuse_code(code: object, rounds: bool) -> None:
+    """Raise UsageError where a plan brings the cluster that it was made for, and with it the code and TF32."""
+    if code is not None or rounds:
+        raise typer.BadParameter(
+            "a strategy brings the cluster that it was made for; what-if says what another one takes",
+            param_hint="--code" if code is not None else "--precision tf32",
+        )
 
 
 _COUNTS = {"k": 10**3, "M": 10**6, "G": 10**9}

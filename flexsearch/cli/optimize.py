@@ -13,6 +13,7 @@ from flexsearch.cli import signals
 from flexsearch.cli.answer import answer_data, answer_rows, model_options, say, tell_run
 from flexsearch.cli.common import (
     BatchOption,
+    CodeOption,
     DataOption,
     JsonOption,
     MaybeGraphArgument,
@@ -35,10 +36,10 @@ from flexsearch.cli.money import with_cost
 from flexsearch.cli.native import optimize_native
 from flexsearch.cli.plans import (
     OptimizerOption,
-    PrecisionOption,
     PrefetchOption,
     RecomputeOption,
     ReshardOption,
+    RoundedOption,
     make_options,
     print_plans,
 )
@@ -134,10 +135,11 @@ def optimize(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     reads: DataOption = None,
+    code: CodeOption = None,
     resume: ResumeOption = None,
     pin: PinOption = None,
     optimizer: OptimizerOption = "momentum",
-    precision: PrecisionOption = "as-is",
+    precision: RoundedOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
     prefetch: PrefetchOption = 1,
@@ -171,7 +173,7 @@ def optimize(
     learns = profile if verify is not None else None
     check_outputs({"--output": output, "--plot": plot, "--profile": learns}, graph, topology, source)
     known = None if learns is not None and not learns.exists() else profile
-    setting = load_setting(graph, topology, known, size, reads)
+    setting = load_setting(graph, topology, known, size, reads, code, precision == "tf32")
     large = resume is None and not pin and space in ("free", "native") and too_large(setting.graph)
     layouts, native = plan_only or large or "layouts" in space, "native" in space
     if layouts or native:

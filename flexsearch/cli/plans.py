@@ -9,6 +9,7 @@ import typer
 
 from flexsearch.cli.common import (
     BatchOption,
+    CodeOption,
     DataOption,
     JsonOption,
     MaybeGraphArgument,
@@ -21,6 +22,7 @@ from flexsearch.cli.common import (
     example,
     load_setting,
     load_strategy,
+    refuse_code,
     setting_of,
     show,
     stdout,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from flexsearch.report import PlanRow
     from flexsearch.setting import Setting
     from flexsearch.strategy import Options
+    from flexsearch.topology.codes import CodeKind
 
 OptimizerOption = Annotated[
     Literal["sgd", "momentum", "adam"],
@@ -41,13 +44,14 @@ OptimizerOption = Annotated[
 ]
 
 
-PrecisionOption = Annotated[
-    Literal["as-is", "bf16", "fp16"],
+_HELP = "Of weights, activations and gradients, beside float32 masters; plans only. as-is: what the graph says."
+PrecisionOption = Annotated[Literal["as-is", "bf16", "fp16"], typer.Option("--precision", help=_HELP)]
+RoundedOption = Annotated[
+    Literal["as-is", "bf16", "fp16", "tf32"],
     typer.Option(
-        "--precision",
-        help="Of weights, activations and gradients, beside float32 masters; plans only. as-is: what the graph says.",
+        "--precision", help=f"{_HELP} tf32: the same, float32 products in TF32 (times; a flag of PyTorch does it)."
     ),
-]
+]  # fmt: skip
 
 RecomputeOption = Annotated[
     Literal["none", "attention", "full"],
@@ -71,15 +75,15 @@ PrefetchOption = Annotated[
 
 
 def make_options(
-    optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16"],
+    optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16", "tf32"],
     recompute: Literal["none", "attention", "full"], reshard_after_forward: bool, prefetch: int = 1,
 ) -> Options:  # fmt: skip
     """Options for the whole step, as the commands name them."""
     from flexsearch.strategy import Options
 
     return Options(
-        optimizer=optimizer, precision=precision, recompute=recompute, reshard_after_forward=reshard_after_forward,
-        prefetch=prefetch,
+        optimizer=optimizer, precision="as-is" if precision == "tf32" else precision, recompute=recompute,
+        reshard_after_forward=reshard_after_forward, prefetch=prefetch,
     )  # fmt: skip
 
 
@@ -93,8 +97,9 @@ def compare(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     reads: DataOption = None,
+    code: CodeOption = None,
     optimizer: OptimizerOption = "momentum",
-    precision: PrecisionOption = "as-is",
+    precision: RoundedOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
     prefetch: PrefetchOption = 1,
@@ -117,7 +122,9 @@ def compare(
     if output is not None and save is None:
         raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
     path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
-    setting = _compared_setting(graph, topology, strategy or [], profile, Size(batch, seq), reads)
+    setting = _compared_setting(
+        graph, topology, strategy or [], profile, Size(batch, seq), reads, code, precision == "tf32"
+    )
     check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
     given = {str(path): load_strategy(path, setting, staged=True) for path in strategy or []}
     if not all(plan.is_plain for plan in given.values()):
@@ -153,16 +160,18 @@ def compare(
 
 
 def _compared_setting(
-    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size, reads: str | None
-) -> Setting:
+    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size,
+    reads: str | None, code: CodeKind | None, rounds: bool,
+) -> Setting:  # fmt: skip
     """What was named, else what the first strategy was made for, else the example."""
     from flexsearch.strategy import Strategy
 
     if strategies and (graph is None or topology is None):
         first = Strategy.load(strategies[0])
+        refuse_code(code, rounds)
         how = "GRAPH, before the options"
         return setting_of(strategies[0], first, graph, topology, profile, size, how)
-    return load_setting(*example(graph, topology, profile), profile, size, reads)
+    return load_setting(*example(graph, topology, profile), profile, size, reads, code, rounds)
 
 
 def simulate(
@@ -176,11 +185,12 @@ def simulate(
     batch: BatchOption = None,
     seq: SequenceOption = None,
     reads: DataOption = None,
+    code: CodeOption = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace, for ui.perfetto.dev.")
     ] = None,
     optimizer: OptimizerOption = "momentum",
-    precision: PrecisionOption = "as-is",
+    precision: RoundedOption = "as-is",
     recompute: RecomputeOption = "none",
     reshard_after_forward: ReshardOption = False,
     prefetch: PrefetchOption = 1,
@@ -198,6 +208,7 @@ def simulate(
     from flexsearch.strategy import Strategy
 
     if strategy is not None:
+        refuse_code(code, precision == "tf32")
         name, plan = str(strategy), Strategy.load(strategy)
         size = Size(batch, seq)
         setting = setting_of(strategy, plan, graph, topology, profile, size, "GRAPH, before the options")
@@ -208,7 +219,7 @@ def simulate(
         assert baseline is not None
         if graph is None or topology is None:
             raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
-        setting = load_setting(graph, topology, profile, Size(batch, seq), reads)
+        setting = load_setting(graph, topology, profile, Size(batch, seq), reads, code, precision == "tf32")
         options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
         name, plan = baseline, setting.baseline(baseline, options)
     with Live(compiling()):

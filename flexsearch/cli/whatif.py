@@ -12,6 +12,7 @@ import typer
 from flexsearch.cli import signals
 from flexsearch.cli.common import (
     BatchOption,
+    CodeOption,
     JsonOption,
     ProfileOption,
     SequenceOption,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from flexsearch.spaces import Space
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
+    from flexsearch.topology.codes import CodeKind
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -55,9 +57,7 @@ def what_if(
             help="Other devices: a model (H100-SXM5-80GB), a preset whose devices to take, or so much faster ones.",
         ),
     ] = None,
-    is_captured: Annotated[
-        bool, typer.Option("--captured", help="GPU steps captured as graphs: hosts launch nothing.")
-    ] = False,
+    code: CodeOption = None,
     hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="So many hosts.")] = None,
     topology: Annotated[
         str | None, typer.Option("--topology", "-t", metavar="T", help="Another cluster: a topology file, or a preset.")
@@ -79,7 +79,7 @@ def what_if(
 ) -> None:  # fmt: skip
     """Change the cluster of a plan: what the same plan takes there, and what a new search finds.
 
-    Changes may be combined. Other devices come first, then captured steps, memory and links.
+    Changes may be combined. Other devices come first, then another code, memory and links.
     """
     check_outputs({"--save-topology": save_topology, "--output": output}, strategy, graph, topology, profile)
     from flexsearch.setting import parse_budget
@@ -90,7 +90,7 @@ def what_if(
         raise typer.BadParameter("measured times do not hold for other devices", param_hint="--device")
     plan = Strategy.load(strategy)
     setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
-    changed, words = _changed(setting.topology, network or [], memory, device, is_captured, hosts, topology)
+    changed, words = _changed(setting.topology, network or [], memory, device, code, hosts, topology)
     outcome, best = _search(setting, plan, changed, words, budget)
     if save_topology is not None:
         changed.save(save_topology)
@@ -150,16 +150,16 @@ def _say(setting: Setting, outcome: Changed, topology: Path | None, output: Path
 
 
 def _changed(
-    now: Topology, network: list[str], memory: str | None, device: str | None, is_captured: bool, hosts: int | None,
-    topology: str | None,
+    now: Topology, network: list[str], memory: str | None, device: str | None, code: CodeKind | None,
+    hosts: int | None, topology: str | None,
 ) -> tuple[Topology, str]:  # fmt: skip
     """The cluster that the options describe, and how it differs, in words."""
     from flexsearch.topology import Topology
-    from flexsearch.topology.changes import captured, edited
+    from flexsearch.topology.changes import edited, with_code
     from flexsearch.topology.sizes import Sizes
 
-    if not (network or memory or device or is_captured or hosts or topology):
-        raise typer.BadParameter("say what to change: --network, --memory, --device, --captured, --hosts or --topology")
+    if not (network or memory or device or code or hosts or topology):
+        raise typer.BadParameter("say what to change: --network, --memory, --device, --code, --hosts or --topology")
     cluster, words = now, list[str]()
     if topology is not None:
         cluster = Topology.load(topology)
@@ -171,9 +171,11 @@ def _changed(
     if device is not None:
         cluster, said = _with_device(cluster, device)
         words.append(said)
-    if is_captured:
-        cluster = captured(cluster)
-        words.append("steps captured as graphs")
+    if code is not None:
+        if cluster.code is not None and cluster.code.kind == code:
+            raise typer.BadParameter(f"the figures of {cluster.name} are of {code} code already", param_hint="--code")
+        cluster = with_code(cluster, code)
+        words.append("steps captured as graphs" if code == "captured" else f"{code} code")
     for option, given in ((_with_memory, memory), *((_with_links, one) for one in network)):
         if given is not None:
             cluster, said = option(cluster, given)

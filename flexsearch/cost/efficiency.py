@@ -9,7 +9,7 @@ from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KINDS, kind_of
 from flexsearch.graph.ops.base import OperatorKind
 from flexsearch.topology import Device
-from flexsearch.topology.kernels import Efficiency, Traffic
+from flexsearch.topology.kernels import HALF, Efficiency, Traffic
 
 Product = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Axes of a matrix product: those of its rows, of its columns, and those summed away."""
@@ -53,9 +53,13 @@ def task_seconds_of(
     moving ``nbytes``, and its start. ``sizes``: of the matrix product that it is; ``most``: the larger of two numbers,
     or of arrays, if the others are."""
     of, reached = KINDS.get(kind), device.efficiency_for(dtype)
-    rate = device.flops_for(dtype) * _computing_share(of, sizes, reached, backward)
+    if of is not None and _is_product(of) and device.rounds(dtype):
+        # Tensor cores compute it, which need as large sizes as in half precision.
+        rate = device.product_flops_for(dtype) * _computing_share(of, sizes, device.efficiency_for(HALF[0]), backward)
+    else:
+        rate = device.flops_for(dtype) * _computing_share(of, sizes, reached, backward)
     moving = moving_rate(device, dtype, None if of is None else traffic_of(of))
-    work = most(flops / rate, nbytes / moving)
+    work = most(flops / rate, nbytes * reached.passes.get(kind, 1.0) / moving)
     return work + start_seconds(device, reached, work, kind)
 
 
@@ -72,12 +76,19 @@ def _computing_share(kind: OperatorKind | None, sizes: Sizes | None, reached: Ef
 def update_rates(device: Device, optimizer: str, streams: int) -> tuple[float, float]:
     """Seconds of an update for each byte of weights, of which it moves ``streams`` times as many, and for each tensor:
     on a CPU launching its passes. Masters and states are of full precision."""
-    per_byte = streams / moving_rate(device, "float32", "update")
+    passes = device.efficiency_for("float32").passes.get(optimizer, 1.0)
+    per_byte = streams * passes / moving_rate(device, "float32", "update")
     return per_byte, device.launched.update(optimizer) * (device.overhead_s - device.launch_s)
 
 
 def _is_matrix(kind: OperatorKind) -> bool:
     return kind.contraction or kind.matrix
+
+
+def _is_product(kind: OperatorKind) -> bool:
+    """Whether it is a plain matrix product. What convolutions reach in float32 has cuDNN's TF32 already, and attention
+    in one kernel has its own code."""
+    return _is_matrix(kind) and not kind.windows and not kind.fused_attention
 
 
 def of_shape(size: float, rows: Any, columns: Any, summed: Any) -> Any:

@@ -100,6 +100,17 @@ class Sources:
         figures: tuple[Figure, ...] = ("links.latency_s", "communication.overhead_s")
         return self._source("start of communication", self._kind(*figures, learned="start_s"))
 
+    def code(self) -> Source | None:
+        """Of a step as a whole, where its figures are of a code that need not be the one at hand: none of what a
+        profile says was measured with that."""
+        code, profile = self.network.code, self.costs.profile
+        if code is None or not code.error:
+            return None
+        own = profile is not None and (bool(profile.entries) or profile.figures is not None)
+        if own or (self._learned is not None and self._learned.corrects("compute", self.network.name)):
+            return None
+        return Source(f"{code.kind} code of others", "published", code.error)
+
     def _of_work(self, work: str, kind: int, dtype: str, traffic: Traffic | None) -> Source:
         """``work``: of ``WORK``; of updates and other operators the bandwidth of the memory decides."""
         device, _ = self.costs.basis(kind)

@@ -58,13 +58,15 @@ class Figure(NamedTuple):
 @dataclass(frozen=True)
 class Fitted:
     """``point``: values of the figures, of which ``chosen`` (places) differ from the prior. By plan, predicted over
-    measured less 1: ``before``, ``after``, and ``left_out``, predicted by what the plans of other groups teach."""
+    measured less 1: ``before``, ``after``, and ``left_out``, predicted by what the plans of other groups teach,
+    which are the ``others``, a point for each plan."""
 
     point: Vector
     chosen: tuple[int, ...]
     before: Vector
     after: Vector
     left_out: Vector
+    others: tuple[Vector, ...]
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,9 @@ class _Fit:
         _, at, chosen, residual = best
         points = self.without_each(at, residual, self.slopes(at, residual), chosen) if chosen else []
         if not chosen or (not self.every and self.size(self.left_out(points)) >= WORTH * self.size(before)):
-            return Fitted(self.prior, (), before, before, before)
-        at, left_out = self.beside_earlier(at), self.left_out([self.beside_earlier(one) for one in points])
-        return Fitted(at, chosen, before, self.residuals(at), left_out)
+            return Fitted(self.prior, (), before, before, before, (self.prior,) * len(before))
+        at, others = self.beside_earlier(at), tuple(map(self.beside_earlier, points))
+        return Fitted(at, chosen, before, self.residuals(at), self.left_out(others), others)
 
     def step(self, at: Vector, residual: Vector, to: Vector) -> tuple[Vector, Vector]:
         """The point ``to``, or one on the way there, from one with these residuals; and its own."""

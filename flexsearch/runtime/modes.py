@@ -1,11 +1,15 @@
-"""Modes of plain PyTorch (autocast, no gradients) that a compiled plan cannot honour."""
+"""Modes of plain PyTorch: autocast and no gradients, which a compiled plan cannot honour, and TF32, which it leaves to
+PyTorch's flag."""
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.runtime.stored import Stored
+from flexsearch.topology import Device
 
 
 def refuse_modes(what: str, stored: Stored, evaluating: bool) -> None:
@@ -28,3 +32,13 @@ def refuse_modes(what: str, stored: Stored, evaluating: bool) -> None:
         )
     if what == "step" and evaluating:
         raise RuntimeFailure("step(batch) trains, but is called in step.evaluating()", "Call step.forward(batch).")
+
+
+def tell_rounding(planned: Device, device: torch.device) -> None:
+    """Warn where a plan was made for products in TF32 and PyTorch's flag is off: what is computed, the user says."""
+    if device.type == "cuda" and planned.rounds("float32") and not torch.backends.cuda.matmul.allow_tf32:
+        warnings.warn(
+            "the plan was made for float32 matrix products in TF32, and PyTorch computes them in full: set "
+            "torch.backends.cuda.matmul.allow_tf32 = True, or plan without --precision tf32",
+            stacklevel=3,
+        )

@@ -17,6 +17,7 @@ from flexsearch.graph.prepare import unwrapped
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.group import agree, join
 from flexsearch.runtime.initialise import Initialise
+from flexsearch.runtime.modes import tell_rounding
 from flexsearch.runtime.step import Example, Loss, MakeOptimizer, Parallel, StepOutput
 from flexsearch.strategy import Strategy
 
@@ -90,6 +91,7 @@ def distribute(
     """:func:`parallelize` for a model that has been imported already (``import_with_constants``), from ``example``:
     (inputs, targets, loss)."""
     device = join(strategy.cluster, timeout_s)
+    tell_rounding(strategy.cluster.devices[0], device)
     lowered = lower_for_ranks(imported.graph, strategy, strategy.cluster, Costs(imported.graph, strategy.cluster))
     run = agree({
         "graph": imported.graph.content_hash(), "topology": strategy.topology.hash, "strategy": strategy.content_hash(),

@@ -45,6 +45,8 @@ def estimate(pieces: Pieces, rows: Rows, configs: Sequence[OperatorConfig]) -> E
         longer = engine.run(part.longer(), rows.segment)
         if longer > base:
             shares[source] = (longer - base) * STEP * TICK
+    if base and (code := sources.code()) is not None:
+        shares[code] = base * TICK
     return Estimate(base * TICK, shares)
 
 

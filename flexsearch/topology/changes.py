@@ -9,7 +9,9 @@ from pydantic import ValidationError
 
 from flexsearch.errors import TopologyError
 from flexsearch.files import describe
-from flexsearch.topology.parts import Communication, Device, Link
+from flexsearch.topology.codes import Code, CodeChange, CodeKind, code_change
+from flexsearch.topology.kernels import USUAL
+from flexsearch.topology.parts import TF32, Communication, Device, Link
 from flexsearch.topology.topology import Topology, presets
 
 FIGURES: Final = (
@@ -77,6 +79,51 @@ def captured(topology: Topology) -> Topology:
             "Captured graphs are for GPUs whose overhead_s is above 0.",
         )
     return _devices(topology, lambda device: {"overhead_s": 0.0} if device.launch_s > 0.0 else {})
+
+
+def with_tf32(topology: Topology) -> Topology:
+    """Devices that compute float32 matrix products in TF32: their times; ranks compute as the flag of PyTorch says.
+    Raises TopologyError where a device has no such rate."""
+    for device in topology.devices:
+        if TF32 not in device.flops:
+            raise TopologyError(
+                f"topology {topology.name} gives {device.model} no TF32 rate",
+                'GPUs have it since Ampere: add "tf32" to "flops" of the device, or leave the precision as it is.',
+            )
+    return _devices(topology, lambda device: {"tf32": True})
+
+
+def with_code(topology: Topology, kind: CodeKind) -> Topology:
+    """The cluster with figures of another training code. Raises TopologyError where its own are not known to be of
+    fused kernels, from which those of others follow, or where no host launches."""
+    own = topology.code
+    if own is not None and own.kind == kind:
+        return topology
+    if kind == "captured":
+        return edited(captured(topology), code=None if own is None else own.model_copy(update={"kind": kind}))
+    if own is None or own.kind != "fused":
+        what = "does not say which code its figures are of" if own is None else f"has the figures of {own.kind} code"
+        raise TopologyError(
+            f"topology {topology.name} {what}, so nothing says what {kind} code takes there",
+            'Give a cluster whose file has "code" of the kind "fused", as the presets with GPUs have it.',
+        )
+    change = code_change(kind)
+    changed = _devices(topology, lambda device: _chains(device, change))
+    return edited(
+        changed, code=Code(kind=kind, describes=change.describes, error=change.error, origin=change.origin)
+    )  # fmt: skip
+
+
+def _chains(device: Device, change: CodeChange) -> dict[str, object]:
+    """Figures of a device whose fused kernels are the chains of a code."""
+    launches = device.launched
+    halves = {"efficiency": change.passes_half, "efficiency_full": change.passes_full}
+    figures: dict[str, object] = {
+        name: (getattr(device, name) or USUAL).model_copy(update={"passes": passes}) for name, passes in halves.items()
+    }
+    if device.launch_s > 0.0:
+        figures["overhead_s"] = max(device.overhead_s, change.launch_s)
+    return figures | {"launches": launches.model_copy(update={"kernels": launches.kernels | change.kernels})}
 
 
 def device_named(name: str) -> Device:

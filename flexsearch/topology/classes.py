@@ -206,6 +206,7 @@ class _Folder:
             name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
             switches=tuple(name for name in whole.switches if name in ends), links=links,
             communication=whole.communication, storage=whole.storage, source=whole.source, sources=whole.sources,
+            code=whole.code,
         )  # fmt: skip
         own = {resource.name: k for k, resource in enumerate(block.resources)}
         found = np.zeros(len(image), np.uint32)

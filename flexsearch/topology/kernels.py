@@ -31,8 +31,9 @@ class Efficiency(FileModel):
     of causal attention in one kernel, whose mask counts as full work, so up to twice what it computes; attention
     without one takes twice as long. ``other``: of operators that are no matrix products, which do no fused
     multiply-adds and hardly ever fill all pipes. ``memory``: share of the bandwidth; ``traffic``: of that of some
-    accesses, where it is another one. ``overhead_s``: of each kernel, on the device: from the end of one to the
-    begin of the next. The device's own is its host's; a CPU has that alone."""
+    accesses, where it is another one. ``passes``: by kind of operator, or optimizer, the bytes that it moves over those
+    of one fused kernel, where it is a chain of several. ``overhead_s``: of each kernel, on the device: from the end of
+    one to the begin of the next. The device's own is its host's; a CPU has that alone."""
 
     matrix: Share = 0.6
     matrix_size: Elements = 0.0
@@ -42,6 +43,7 @@ class Efficiency(FileModel):
     other: Share = 0.25
     memory: Share = 0.8
     traffic: dict[Traffic, Share] = Field(default_factory=dict)
+    passes: dict[Name, Factor] = Field(default_factory=dict)
     overhead_s: LatencySeconds = 2e-6
 
     def bandwidth_share(self, traffic: Traffic | None = None) -> float:

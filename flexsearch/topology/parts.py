@@ -21,6 +21,8 @@ from flexsearch.quantities import (
 from flexsearch.topology.kernels import HALF, USUAL, USUAL_LAUNCHES, Efficiency, Launches
 
 DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+TF32: Final = "tf32"
+"""Among the rates of a device: of float32 products whose factors are rounded to 10 bits of mantissa."""
 FORMS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange")
 COLLECTIVES: Final = FORMS[:3]
 """Forms for which a library may have algorithms for groups of devices."""
@@ -71,6 +73,7 @@ class Device(FileModel):
     efficiency: Efficiency | None = None  # in half precision; None: ``kernels.USUAL``, even where a file says that
     efficiency_full: Efficiency | None = None  # in other types; likewise
     launches: Launches | None = None  # likewise
+    tf32: bool = False  # float32 matrix products are computed in TF32 (torch.backends.cuda.matmul.fp32_precision)
 
     @property
     def launch_s(self) -> float:
@@ -97,8 +100,8 @@ class Device(FileModel):
     @classmethod
     def _known_dtypes(cls, flops: dict[str, float]) -> dict[str, float]:
         for dtype in flops:
-            if dtype not in DTYPES:
-                raise ValueError(f'unknown dtype "{printable(dtype)}"; known are {", ".join(DTYPES)}')
+            if dtype not in (*DTYPES, TF32):
+                raise ValueError(f'unknown dtype "{printable(dtype)}"; known are {", ".join((*DTYPES, TF32))}')
         if "float32" not in flops:
             raise ValueError("float32 is missing; it stands in for the dtypes that are not given")
         return flops
@@ -109,6 +112,14 @@ class Device(FileModel):
         if dtype.startswith("complex"):
             return self.flops_for("float64" if dtype == "complex128" else "float32") / 4
         return self.flops.get(dtype, self.flops["float32"] / (2 if dtype == "float64" else 1))
+
+    def rounds(self, dtype: str) -> bool:
+        """Whether matrix products in ``dtype`` are computed in TF32."""
+        return self.tf32 and dtype == "float32" and TF32 in self.flops
+
+    def product_flops_for(self, dtype: str) -> float:
+        """Peak FLOP/s of matrix products."""
+        return self.flops[TF32] if self.rounds(dtype) else self.flops_for(dtype)
 
 
 class Link(FileModel):

@@ -26,6 +26,7 @@ from pydantic import AfterValidator, Field, Strict, field_validator
 from flexsearch.errors import TopologyError
 from flexsearch.files import FileModel
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
+from flexsearch.topology.codes import Code
 from flexsearch.topology.parts import Communication, Device, Link, Name
 from flexsearch.topology.sources import Sources
 from flexsearch.topology.storage import Storage
@@ -113,6 +114,7 @@ class Template(FileModel):
     name: Text
     source: Text | None = None
     sources: Annotated[tuple[Sources, ...], Strict(False)] = ()
+    code: Code | None = None
     nodes: Nodes
     switches: Annotated[tuple[Pattern, ...], Field(max_length=MAX_DEVICES)] = ()
     links: Annotated[tuple[NodeLink, ...], Field(max_length=MAX_LINKS)] = ()
@@ -142,6 +144,7 @@ class Template(FileModel):
             "storage": self.storage,
             "source": self.source,
             "sources": self.sources,
+            "code": self.code,
         }
 
     def _check_total(self, count: int) -> None:

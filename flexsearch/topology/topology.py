@@ -19,8 +19,9 @@ from pydantic import Field, Strict, model_validator
 from flexsearch import files
 from flexsearch.errors import FileFormatError, TopologyError
 from flexsearch.quantities import MAX_DEVICES, MAX_LINKS, Text
+from flexsearch.topology.codes import Code
 from flexsearch.topology.kernels import USUAL
-from flexsearch.topology.parts import Communication, Device, Link, Name, Resource, Route
+from flexsearch.topology.parts import TF32, Communication, Device, Link, Name, Resource, Route
 from flexsearch.topology.routes import Routes, RouteTable, decisive, separated, wiring
 from flexsearch.topology.sources import Figure, SourceKind, Sources, said_twice
 from flexsearch.topology.storage import Storage
@@ -42,6 +43,7 @@ class Topology(files.FileModel):
     storage: Storage | None = None  # from where batches are read; None: reading takes no time
     source: Text | None = None  # what the cluster is
     sources: Annotated[tuple[Sources, ...], Strict(False)] = ()  # where its figures come from; the others: guessed
+    code: Code | None = None  # which training code they describe; None: the one at hand
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -215,6 +217,7 @@ class Topology(files.FileModel):
             storage=self.storage,
             source=self.source,
             sources=self.sources,
+            code=self.code,
         )
 
     def with_reading(self, **fields: object) -> Topology:
@@ -231,7 +234,7 @@ class Topology(files.FileModel):
     def content_hash(self) -> str:
         """Hash of everything that affects a plan, hence without ``name`` and what is said of sources. Fields that came
         later count where they differ from what every earlier file meant: the hash of a file stays."""
-        described = self.model_dump(mode="json", exclude={"name", "source", "sources"})
+        described = self.model_dump(mode="json", exclude={"name", "source", "sources", "code"})
         for field in self.communication.assumed():
             del described["communication"][field]
         for group in described["communication"].get("groups", ()):
@@ -297,11 +300,14 @@ def presets() -> list[str]:
 
 def _leave_out_usual(device: dict[str, Any]) -> None:
     """Delete the figures of a described device that say what files without them mean."""
+    if not device["tf32"]:
+        del device["tf32"]
+        device["flops"].pop(TF32, None)
     for field in ("efficiency", "efficiency_full", "launches"):
         if device[field] is None:
             del device[field]
             continue
-        for name in ("other", "traffic"):
+        for name in ("other", "traffic", "passes"):
             if device[field].get(name) == getattr(USUAL, name):
                 del device[field][name]
 
