@@ -151,7 +151,7 @@ TAKE_APART: Final = '''
     def take_apart(model: nn.Module, stage: int, passing: Passing) -> nn.Module:
         """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not
         name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too; those that
-        several stages use, in all."""
+        several stages use, in all. A weight that has another name outside of the modules keeps it where it is."""
         stage_of = {name: k for k, names in enumerate(STAGES) for name in names}
         new: dict[int, nn.Module] = {}
         at, inside = 0, tuple(f"{name}." for name in stage_of)
@@ -161,7 +161,13 @@ TAKE_APART: Final = '''
                 new[id(module)] = Earlier(module, name, stage, passing) if at < stage else Later(module)
             elif name in stage_of or not name.startswith(inside) and plain(module) and name not in SHARED:
                 new[id(module)] = module if at == stage else HandOn(module)
-        return deepcopy(model, new)
+        weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
+        part = deepcopy(model, weights[stage] | new)
+        for name, x in model.named_parameters(remove_duplicate=False):
+            if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
+                owner, _, last = name.rpartition(".")
+                setattr(part.get_submodule(owner), last, None)
+        return part
 '''
 PART: Final = '''
     class Part(nn.Module):
@@ -184,7 +190,7 @@ PART: Final = '''
                 output = self.model(*inputs, **batch)
                 passed = OUTPUT
             except Computed:
-                passed = tuple(x for name in ENTERING[self.stage + 1] for x in self.passing[name])
+                passed = tuple(x.contiguous() for name in ENTERING[self.stage + 1] for x in self.passing[name])
             finally:
                 self.passing.clear()
             if left := len(self.passing.received):
