@@ -244,7 +244,7 @@ def test_activations_that_write_over_the_output_of_a_layer_in_parts_make_a_tenso
 
 def test_a_rank_of_a_pipeline_says_that_a_module_returns_tensors_that_cannot_be_told_apart() -> None:
     plan = layout(graph("alike"), 1, 1, ["blocks.2.layer"], ranks=2, microbatches=2, topology="ethernet-1g-2")
-    with pytest.raises(AssertionError, match=r"blocks\.1 returns a tuple with tensors of .*; in a pipeline make it ret"):
+    with pytest.raises(AssertionError, match=r"blocks\.1 returns a tuple with tensors of .*; in a pipeline make it"):
         pool(2).run(train, "alike", torch_file(plan, graph("alike")))
 
 
