@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from flexsearch.cost import Profile
-from flexsearch.errors import StrategyError
+from flexsearch.errors import StrategyError, UsageError
 from flexsearch.graph import OperatorGraph
+from flexsearch.quantities import is_finite
 from flexsearch.search.hybrid import HybridResult
 from flexsearch.search.outcome import SearchResult
 from flexsearch.setting import Setting, parse_budget
@@ -56,8 +57,9 @@ def optimize(
     baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
     them apart. ``allow``: recipes of synchronisation that change the mathematics and may be chosen, by name
     ("local-sgd"), whole, or "all": the best plan with one is the answer if it is faster.
-    Raises RecipeError, ImportModelError, TopologyError, ProfileError; StrategyError if no plan was found that fits into
-    memory."""
+    Raises RecipeError, ImportModelError, TopologyError, ProfileError; UsageError for an argument that makes no sense;
+    StrategyError if no plan was found that fits into memory."""
+    _check(margin, processes, start, options, {"pins": pins, "allow": allow})
     example = None
     if isinstance(model, OperatorGraph):
         graph = model
@@ -104,6 +106,24 @@ def optimize(
                 strategy.prediction = Prediction(iteration_s=one.simulation.makespan_s)
     strategy.example = example
     return strategy
+
+
+def _check(
+    margin: float | None, processes: int | None, start: Strategy | None, options: Options | None,
+    texts: dict[str, object],
+) -> None:  # fmt: skip
+    """Raise UsageError for arguments that no search can use. ``texts``: those that are lists of texts, by name."""
+    if margin is not None and not (is_finite(margin) and margin >= 0):
+        raise UsageError(f"margin={margin!r} is no share of a time", "Give a number from 0 (0.05: by 5 %), or None.")
+    if processes is not None and not (isinstance(processes, int) and processes >= 1):
+        raise UsageError(f"cannot search in processes={processes!r}", "Give a number from 1, or None: one a core.")
+    if not isinstance(start, Strategy | None):
+        raise UsageError(f"start= is a Strategy, not a {type(start).__name__}", "Read a file by Strategy.load(PATH).")
+    if not isinstance(options, Options | None):
+        raise UsageError(f"options= is an Options, not a {type(options).__name__}", "Give Options(optimizer='adam').")
+    for name, value in texts.items():
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UsageError(f"{name}= is a list of texts, not a {type(value).__name__}", f"Give {name}=[...].")
 
 
 def _preferred(

@@ -61,6 +61,8 @@ def read_text(path: str | Path, source: str, wanted: str) -> str:
 
 def _read_regular(path: str | Path, source: str) -> bytes:
     """The bytes of a regular file; never waits for a writer, never reads a device."""
+    if not isinstance(path, str | os.PathLike):
+        raise FileFormatError(f"cannot read {source}: {type(path).__name__} is no path", "Give a text or a Path.")
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         mode = os.fstat(handle).st_mode

@@ -6,8 +6,10 @@ passed here overflows an int64 or becomes infinite. Field names carry the units;
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated, Final
+from numbers import Real
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Field
 
@@ -83,6 +85,11 @@ Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME), AfterValidator(_
 Pattern = Annotated[str, Field(min_length=1, max_length=65536), AfterValidator(_printable)]
 """An access pattern; a concatenation of thousands of tensors has a long one."""
 Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_RANK)]
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, no truth value, that is neither NaN nor infinite."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _hexadecimal(value: str) -> str:

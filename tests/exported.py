@@ -45,7 +45,9 @@ def build(name: str) -> ZooModel:
         "overwriting": overwriting,
         "scaled": scaled,
         "by name": called,
-        "tuples": lambda: called(alone=False),
+        "tuples": lambda: called(returns="tuple"),
+        "alike": lambda: called(returns="alike"),
+        "one activation": one_activation,
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
     return ZooModel(made.model.double(), inputs, made.targets, made.loss)
@@ -86,33 +88,59 @@ def scaled() -> ZooModel:
 
 
 class Block(nn.Module):
-    """A layer that returns its output, or that and a cache of nothing."""
+    """A layer that returns its output; or that, a tensor that no other reads, a constant, what it got and no cache; or
+    its output and another tensor of that shape."""
 
-    def __init__(self, alone: bool) -> None:
+    def __init__(self, returns: str) -> None:
         super().__init__()
-        self.alone, self.layer = alone, nn.Linear(6, 6)
+        self.returns, self.layer = returns, nn.Linear(6, 6)
 
-    def forward(self, hidden: torch.Tensor) -> Any:
-        output = hidden + self.layer(hidden).relu()
-        return output if self.alone else (output, None)
+    def forward(self, hidden: torch.Tensor, scale: Any = None) -> Any:
+        inner = self.layer(hidden).relu()
+        output = hidden + inner * (1.0 if scale is None else scale)
+        if self.returns == "tuple":
+            return inner @ inner.T, output, torch.full((6,), 0.5, dtype=hidden.dtype) if scale is None else scale, None
+        return (inner, output) if self.returns == "alike" else output
 
 
 class Calling(nn.Module):
     """Blocks that are called with a keyword, by what they are."""
 
-    def __init__(self, alone: bool) -> None:
+    def __init__(self, returns: str) -> None:
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block(alone) for _ in range(4)), nn.Linear(6, 4)
+        self.blocks, self.head = nn.ModuleList(Block(returns) for _ in range(4)), nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> Any:
+        scale = None
         for block in self.blocks:
-            x = block(hidden=x) if block.alone else block(hidden=x)[0]
+            if block.returns == "tuple":
+                _, x, scale, _ = block(hidden=x, scale=scale)
+            else:
+                x = block(hidden=x)[1] if block.returns == "alike" else block(hidden=x)
         return self.head(x)
 
 
-def called(*, alone: bool = True) -> ZooModel:
+def called(returns: str = "tensor") -> ZooModel:
     torch.manual_seed(0)
-    return ZooModel(Calling(alone), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+    return ZooModel(Calling(returns), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class OneActivation(nn.Module):
+    """Layers of one width with the same activation behind each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.activation = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+def one_activation() -> ZooModel:
+    torch.manual_seed(0)
+    return ZooModel(OneActivation(), (torch.randn(8, 6),), torch.randint(6, (8,)), nn.functional.cross_entropy)
 
 
 def layout(
@@ -152,7 +180,7 @@ def in_parts(graph: OperatorGraph, split: Mapping[str, str]) -> Strategy:
 def family(name: str) -> tuple[nn.Module, families.Batch]:
     """A Hugging Face model of four layers in float64, and a batch of which every sample has equally many targets."""
     config = families.FAMILIES[name].options
-    layers = {key: 4 for key in ("n_layer", "num_hidden_layers", "encoder_layers") if key in config}
+    layers = {key: 4 for key in ("n_layer", "num_hidden_layers", "num_layers", "encoder_layers") if key in config}
     model, batch = families.build(name, draws=False, dtype=torch.float64, **layers)
     if batch["labels"].dim() > 1:
         batch["labels"][:, 4:] = -100

@@ -42,6 +42,11 @@ def a_number(y: Tensor) -> None:
     assert torch.all(y < 100).item()
 
 
+def of_all_elements(y: Tensor) -> None:
+    """As transformers checks that there are as many places for images as images."""
+    torch._check_tensor_all(y < 100)
+
+
 def several_rows(y: Tensor) -> None:
     for row in y[:2]:
         assert (row > -100).all() and not (torch.isnan(row).any() or torch.isinf(row).any())
@@ -64,7 +69,9 @@ def by_function(y: Tensor) -> None:
     torch._assert(y.max() < 100, "too large")
 
 
-@pytest.mark.parametrize("check", [finite, not_nan, a_number, several_rows, raised, raised_otherwise, by_function])
+@pytest.mark.parametrize(
+    "check", [finite, not_nan, a_number, of_all_elements, several_rows, raised, raised_otherwise, by_function]
+)
 def test_checks_of_values_are_left_out(check: Check) -> None:
     assert graph_of(check).content_hash() == graph_of(lambda y: None).content_hash()
 

@@ -22,7 +22,7 @@ from flexsearch.topology import Topology
 
 pytest.importorskip("transformers")
 
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, build, translation
 from tests.ranks import pool
 from tests.test_loop import read
 from tests.training import Training, imported, product_flops, prove, prove_draws, torch_flops
@@ -119,6 +119,18 @@ def test_a_model_that_decides_by_values_is_told_which_option_to_set(
     expected = f"The line is transformers's: set {remedy} in the model's configuration, or import the model"
     assert error.value.remedy.startswith(expected)
     assert "def forward" not in capfd.readouterr().err
+
+
+def test_experts_without_another_implementation_are_not_told_to_take_one() -> None:
+    """Switch Transformers loop over the experts that tokens choose, and nothing else can be set."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_heads": 2, "vocab_size": 50}
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_experts": 2}
+    import transformers
+
+    config = transformers.SwitchTransformersConfig(**sizes, **layers, decoder_start_token_id=0)
+    with pytest.raises(ImportModelError, match="decides by the values of tensors in layer 'encoder") as error:
+        import_model(transformers.SwitchTransformersForConditionalGeneration(config), translation())
+    assert "experts_implementation" not in error.value.remedy
 
 
 def test_draws_that_pytorch_does_not_make_are_refused() -> None:

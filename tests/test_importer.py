@@ -751,6 +751,23 @@ def test_an_unknown_operator_is_named_with_its_layer_line_and_remedy() -> None:
     assert op.pattern == "A B -> C D, E F" and not op.splittable
 
 
+@pytest.mark.parametrize("name", ["solve", "cholesky", "inv"])
+def test_the_check_of_a_matrix_is_left_out_as_others_are(name: str) -> None:
+    """PyTorch traces it with a token that stands for the order of effects."""
+    function = getattr(torch.linalg, name)
+
+    def factorised(x: Tensor, w: Tensor) -> Tensor:
+        square = (x * w).unsqueeze(-1) + torch.eye(8)
+        return function(square, x).sum() if name == "solve" else function(square).sum()
+
+    model = Fn(factorised, (8,))
+    with pytest.raises(
+        ImportModelError, match=r"aten\._?linalg_\w+_ex\.default .* is not in the operator table.*--opaque"
+    ):
+        import_model(model, randn(4, 8))
+    assert "opaque" in [op.kind for op in import_model(model, randn(4, 8), opaque=True).operators]
+
+
 def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
     def handler(b: Any, **call: Any) -> None:
         raise ValueError("zip() argument 2 is longer than argument 1")
@@ -863,6 +880,29 @@ def test_hooks_on_gradients_are_refused() -> None:
             import_model(model, x, (lambda y: y.sum()) if isinstance(model, nn.Sequential) else None)
     forward = hooked(lambda m: m[1].register_forward_hook(lambda m, i, o: o * 2))
     assert len(import_model(forward, x, lambda y: y.sum()).operators) == 4
+
+
+class Converting(nn.Module):
+    """Has its layer compute in a type of its own, as routers of experts do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(8, 4), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer = self.layer.to(self.dtype)
+        return self.layer(x.to(self.dtype))
+
+
+def test_a_layer_that_is_converted_as_it_is_called_is_refused_unless_it_is_so_already() -> None:
+    x = torch.ones(4, 8)
+    kept = import_model(Converting(torch.float32), x, lambda y: y.sum())
+    assert "linear" in [op.kind for op in kept.operators]
+    model = Converting(torch.float64)
+    with pytest.raises(ImportModelError, match=r"weights of a Linear from torch\.float32 .* call the model once"):
+        import_model(model, x, lambda y: y.sum())
+    model(x)
+    import_model(model, x, lambda y: y.sum())
 
 
 def test_a_number_that_each_call_changes_is_refused_where_the_model_computes_with_it() -> None:

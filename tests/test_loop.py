@@ -425,7 +425,7 @@ def test_what_a_plan_would_not_heed_is_refused() -> None:
     """Values in a batch that are no tensors, an empty batch, an optimizer that is none. Dictionaries have no order."""
     [(losses, errors)] = pool(1).run(_passed)
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
-    words = ("got 3.0", "got False", "batch of 0", "batch of 2.5", "not a SGD", "returned None", "trace of 0")
+    words = ("got 3.0", "got False", "batch of 0", "samples=2.5", "not a SGD", "returned None", "trace of 0")
     for error, word in zip(errors, words, strict=True):
         assert word in error
 

@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import repeats
 from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
-from flexsearch.graph.checks import Checks, is_about_values
+from flexsearch.graph.checks import Checks, is_about_values, without_checks_of_matrices
 from flexsearch.graph.decompose import decompositions
 from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
-from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks
+from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks, weights_stay
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
 from flexsearch.graph.stand_ins import StandIns, on_one_device
@@ -74,7 +74,7 @@ class Step(nn.Module):
         self.checks = Checks()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        with Detaching(), Refusing(), self.checks if self.checks.needed else nullcontext():
+        with Detaching(), Refusing(), weights_stay(), self.checks if self.checks.needed else nullcontext():
             if self.tracer is not None:
                 self.tracer.start()
             output = self.model(*args, **kwargs)
@@ -111,6 +111,7 @@ def export_step(
         with (
             _quiet(),
             torch.enable_grad(),
+            without_checks_of_matrices(),
             traceable_losses(),
             traceable_attention(),
             experts_by_token(model),

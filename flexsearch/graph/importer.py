@@ -114,7 +114,15 @@ def _imported(
     model = unwrapped(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
-        raise ImportModelError("there is no tensor among the example inputs")
+        raise ImportModelError(
+            "there is no tensor among the example inputs", "Give a batch as the model takes it, of the global size."
+        )
+    for leaf in pytree.tree_leaves((args, kwargs, targets)):
+        if isinstance(leaf, torch.Tensor) and not leaf.numel():
+            raise ImportModelError(
+                f"the example batch has a tensor of shape {tuple(leaf.shape)}, which has no elements",
+                "Give a batch of the global size, such as a data loader's first one.",
+            )
 
     def once() -> Imported:
         with plain(model, kwargs) as notes:

@@ -293,7 +293,8 @@ class OperatorGraph(FileModel):
     @classmethod
     def load(cls, path: str | Path) -> OperatorGraph:
         """Read a graph file, or a shipped graph by name (``alexnet``). Raises FileFormatError."""
-        found = Path(path) if os.path.exists(path) else shipped("graphs", str(path))
+        there = isinstance(path, str | os.PathLike) and os.path.exists(path)
+        found = Path(path) if there else shipped("graphs", str(path))
         if found is None:
             raise FileFormatError(
                 f"no graph file {printable(str(path))}, and no shipped graph of that name "

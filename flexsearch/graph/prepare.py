@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +113,9 @@ def switches(model: nn.Module) -> str:
         options = vars(config) if hasattr(config, "__dict__") else {}
         for name, value in STATIC.items():
             if name == "experts_implementation":  # every configuration has it; without experts it means nothing
-                loops = getattr(config, f"_{name}", "") == "eager" and any(
-                    "experts" in key for key in options if key[0] != "_"
-                )
+                choice: Callable[[], bool] = getattr(model, "_can_set_experts_implementation", lambda: True)
+                of_experts = any("experts" in key for key in options if key[0] != "_")
+                loops = of_experts and getattr(config, f"_{name}", "") == "eager" and choice()
             else:
                 loops = bool(options.get(name))
             if loops:

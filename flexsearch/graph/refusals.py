@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,28 @@ def refuse_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             where = f"layer {name!r}" if name else "the model"
             raise ImportModelError(f"{where} has a backward hook, which a plan would not call", _AFTERWARDS)
+
+
+@contextmanager
+def weights_stay() -> Iterator[None]:
+    """While tracing, a layer that converts its weights (``layer.to(dtype)``, which ends in an error of torch's own)
+    stays as it is where they are so already. Raises ImportModelError where they are not."""
+
+    def stay(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for x in (*module.parameters(recurse), *module.buffers(recurse)):
+            with torch.no_grad():
+                other = convert(x)
+            if (other.dtype, other.device) != (x.dtype, x.device):
+                raise ImportModelError(
+                    f"the model converts weights of a {type(module).__name__} from {x.dtype} on {x.device} to "
+                    f"{other.dtype} on {other.device} as it is called",
+                    "Convert that layer before, or call the model once: its weights then are what the call makes of "
+                    "them.",
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", stay):
+        yield
 
 
 class Refusing(TorchFunctionMode):

@@ -48,8 +48,10 @@ _Origin = tuple[str, tuple[str, str], tuple[tuple[Shape, str], ...]]
 
 
 def _only_checked(node: torch.fx.Node) -> bool:
-    """Whether a number or truth value that depends on values serves assertions alone, which plans do not make."""
-    if not isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+    """Whether a truth value, or a number that depends on values, serves assertions alone, which plans do not make."""
+    value = node.meta["val"]
+    truth = isinstance(value, torch.Tensor) and value.dtype == torch.bool and value.dim() == 0 and bool(node.users)
+    if not truth and not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return False
     return all("_assert" in str(user.target) or _only_checked(user) for user in node.users)
 
@@ -289,9 +291,7 @@ class Walk:
             raise problem
         return emit_opaque(b, target, args, kwargs)
 
-    def _outputs(
-        self, output: torch.fx.Node, with_outputs: bool
-    ) -> tuple[Value, dict[Value, Value], list[Value]]:
+    def _outputs(self, output: torch.fx.Node, with_outputs: bool) -> tuple[Value, dict[Value, Value], list[Value]]:
         """The loss, the new values of buffers, and the buffers that only count steps."""
         losses: list[Any] = []
         updates = dict(self.builder.updates)

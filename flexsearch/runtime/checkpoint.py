@@ -8,12 +8,14 @@ Keys are those of PyTorch: ``model.NAME``, and for the optimizer ``optimizer.sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
@@ -141,7 +143,19 @@ def save(
 def _write(folder: str | Path, state: dict[str, Any], stored: Stored, optimizer: Optimizer | None) -> None:
     if optimizer is not None:
         state["optimizer"] = optimizer_state(stored, optimizer)
-    write_checkpoint(state, checkpoint_id=str(folder))
+    with _told(f"no checkpoint can be written to {folder}", "Name a folder that can be made, and that all ranks see."):
+        write_checkpoint(state, checkpoint_id=str(folder))
+
+
+@contextmanager
+def _told(problem: str, remedy: str) -> Iterator[None]:
+    """Raise a RuntimeFailure for the errors of ``torch.distributed.checkpoint``, which are no ``Exception`` where they
+    come from several ranks."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise RuntimeFailure(f"{problem}: {type(reason).__name__}: {reason}", remedy) from error
 
 
 def load(
@@ -167,7 +181,8 @@ def load(
         _make_room(stored, optimizer, saved, "optimizer.")
         flat = optimizer_state(stored, optimizer)
         state["optimizer"] = {key: value for key, value in flat.items() if f"optimizer.{key}" in saved}
-    read_checkpoint(state, storage_reader=reader)
+    with _told(f"the checkpoint in {folder} cannot be read", "Is it complete, and do all ranks see it?"):
+        read_checkpoint(state, storage_reader=reader)
     if optimizer is not None:
         _take_groups(stored, optimizer, state["optimizer"])
     for key, value in state["draws"].items():
@@ -187,4 +202,3 @@ def _check_model(folder: str | Path, stored: Stored, saved: Mapping[str, Any]) -
             )
         if tuple(metadata.size) != shape:
             raise RuntimeFailure(f"{name!r} has shape {tuple(metadata.size)} in the checkpoint, {shape} here")
-

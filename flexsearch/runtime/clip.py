@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
+from flexsearch.quantities import is_finite
 from flexsearch.runtime.faults import with_all
+
+
+def check_norm(max_norm: Any, kind: Any) -> tuple[float, float]:
+    """The two as numbers. Raises RuntimeFailure for what no gradient can be clipped to, or by."""
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+        max_norm = max_norm.item()
+    if not ((is_finite(max_norm) or max_norm == inf) and max_norm >= 0):
+        raise RuntimeFailure(f"a gradient cannot be clipped to max_norm={max_norm!r}", "Give a number from 0.")
+    kind = inf if kind == "inf" else kind  # as PyTorch takes it
+    if not ((is_finite(kind) or kind == inf) and kind > 0):
+        raise RuntimeFailure(
+            f"norm_type={kind!r} is no norm of a gradient",
+            "Give a number above 0, or math.inf for the largest element.",
+        )
+    return float(max_norm), float(kind)
 
 
 def total_norm(own: Iterable[Tensor], kind: float, device: torch.device) -> Tensor:

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from flexsearch.allocator import keep_freed_memory
 from flexsearch.directions import Directions
 from flexsearch.errors import RuntimeFailure
+from flexsearch.quantities import is_finite
 from flexsearch.ranks import prefer_throughput, rendezvous
 from flexsearch.topology import Topology
 
 _RUN = "run"
+LONGEST_S = 366 * 86400.0
 
 
 def directions(topology: Topology, timeout_s: float) -> Directions:
@@ -42,6 +44,10 @@ def join(topology: Topology, timeout_s: float) -> torch.device:
 
     Raises RuntimeFailure if the world size is not the topology's number of devices, or a CUDA device is missing.
     """
+    if not (is_finite(timeout_s) and 0 < timeout_s <= LONGEST_S):
+        raise RuntimeFailure(
+            f"timeout_s={timeout_s!r} is no time to wait for a silent rank", "Give seconds above 0, at most a year."
+        )
     count = len(topology.devices)
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -59,6 +59,10 @@ def parallelize(
         raise StrategyError(
             f"parallelize needs a strategy, not a {type(strategy).__name__}", "Read a file by Strategy.load(PATH)."
         )
+    if not isinstance(model, nn.Module):
+        raise RuntimeFailure(f"parallelize needs a model, not a {type(model).__name__}", "Give an nn.Module.")
+    if not isinstance(seed, int):
+        raise RuntimeFailure(f"seed={seed!r} is no seed", "Give a whole number.")
     if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
         raise RuntimeFailure(
             f"optimizer= is a function that makes one, not a {type(optimizer).__name__}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,10 +63,18 @@ def save(folder: str | Path, stored: Stored) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if stored.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                file.truncate(8 + len(text) + end)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise RuntimeFailure(
+                f"no weights can be written to {folder}: {type(error).__name__}: {error}",
+                "Name a folder that can be made, on a disk with room.",
+            ) from error
     _meet()
     for name in names.values():
         first = 8 + len(text) + header[name]["data_offsets"][0]

@@ -20,8 +20,9 @@ from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
 from flexsearch.runtime import checkpoint, safetensors
+from flexsearch.runtime.arguments import check_folder, check_scale, check_steps, length_of
 from flexsearch.runtime.batch_size import BatchSize
-from flexsearch.runtime.clip import scale_to, total_norm
+from flexsearch.runtime.clip import check_norm, scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.faults import Failures
 from flexsearch.runtime.feed import Feed, batches, load, sample_order
@@ -133,6 +134,7 @@ class Parallel:
         """
         refuse_modes("step", self.stored, self._evaluating)
         self._refuse_one_call("step(batch) leaves gradients for an optimizer")
+        check_scale(scale)
         with self.failures.watch():
             inputs, targets = self.feed.pair(batch)
             return self._train(inputs, targets, samples, scale, outputs)
@@ -207,7 +209,9 @@ class Parallel:
     def _count(self, named: Mapping[str, Tensor], samples: int | None) -> int:
         """Samples of the batch at hand."""
         count = samples if samples is not None else self._batch_size.of(named, self.apart)
-        if not isinstance(count, int) or not 0 < count <= self.graph.batch:
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise RuntimeFailure(f"samples={count!r} is no number of samples", "Give a whole number.")
+        if not 0 < count <= self.graph.batch:
             raise RuntimeFailure(
                 f"a batch of {count} samples, where the plan is for {self.graph.batch}",
                 "Give at most as many, or plan for a larger batch.",
@@ -249,8 +253,7 @@ class Parallel:
         operator by operator. Weights, gradients, buffers and dropout stay as they were. ``optimizer``: whose state is
         held, too. All ranks must call it; all get the same. ``flexsearch.save_trace`` writes it for Perfetto."""
         self.refuse_trace()
-        if steps < 1:
-            raise RuntimeFailure(f"a trace of {steps} steps", "Trace at least one.")
+        check_steps(steps)
         earlier, drawn = set_aside(self.stored.weights), self.context.step
         one_call, update = self._one_call, self.engine.update
         self._one_call, self.engine.update = False, lambda: None
@@ -313,6 +316,7 @@ class Parallel:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model: that one would see this rank's pieces alone. Returns
         the norm of the whole gradient, to which every element counts once. All ranks must call it."""
         self._refuse_one_call("clip_grad_norm_ scales the gradients between a step and its update")
+        max_norm, norm_type = check_norm(max_norm, norm_type)
         if self.synchronisation.diverges:
             raise RuntimeFailure(
                 "replicas that synchronise by a recipe have gradients of their own, so the whole model has no one norm",
@@ -320,7 +324,7 @@ class Parallel:
             )
         with self.failures.watch():
             own = [chunk.tensor for chunk in self.stored.gradients() if chunk.first]
-            total = total_norm(own, float(norm_type), self.device)
+            total = total_norm(own, norm_type, self.device)
             pieces = [p.grad for p in self.parameters() if p.grad is not None]
             scale_to(pieces, total, max_norm, error_if_nonfinite)
             return total
@@ -371,7 +375,7 @@ class Parallel:
         without samples. Steps and predictions know if the batch fetched last is smaller than the plan's; who fetches
         several first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for
         instance."""
-        order = sample_order(len(dataset), shuffle, seed, epoch)  # type: ignore[arg-type]
+        order = sample_order(length_of(dataset), shuffle, seed, epoch)
         counts, parts = [], []
         for batch in batches(order, self.graph.batch, drop_last):
             low, high = self.feed.range_of(self.rank, len(batch))
@@ -405,11 +409,13 @@ class Parallel:
 
     def save_safetensors(self, folder: str | Path) -> None:
         """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
+        check_folder(folder)
         with self.failures.watch(), self.synchronisation.agreed():
             safetensors.save(folder, self.stored)
 
     def load_safetensors(self, folder: str | Path) -> None:
         """Read weights of Hugging Face, in one file or several. All ranks must call it."""
+        check_folder(folder)
         with self.failures.watch():
             safetensors.load(folder, self.stored)
             self.synchronisation.restart()
@@ -423,11 +429,13 @@ class Parallel:
         """Write a checkpoint (``torch.distributed.checkpoint``): model, optimizer, the state of dropout, and whatever
         is passed by name, such as ``scheduler=scheduler.state_dict()``. No rank holds the whole. All ranks must call
         it."""
+        check_folder(folder, optimizer)
         with self.failures.watch():
             checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra, self.synchronisation)
 
     def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
         by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
+        check_folder(folder, optimizer)
         with self.failures.watch():
             return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation)

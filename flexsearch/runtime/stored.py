@@ -122,8 +122,9 @@ class Stored:
             if name in self.layouts:
                 for entry in self.layouts[name]:
                     if entry.device == self.rank:
-                        self.fixed[name] = entry.box, cut(values, whole(values.shape), entry.box).to(
-                            self.device, copy=True
+                        self.fixed[name] = (
+                            entry.box,
+                            cut(values, whole(values.shape), entry.box).to(self.device, copy=True),
                         )
             elif name in self.graph.counters:
                 self.counters[name] = values.clone()
@@ -261,9 +262,16 @@ class Stored:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a whole model's state. Raises RuntimeFailure on missing names or wrong shapes, before anything is
         changed."""
+        if not isinstance(state, Mapping):
+            raise RuntimeFailure(
+                f"a state is a dict of tensors by name, not a {type(state).__name__}",
+                "Give what state_dict() of the model or of a step returned.",
+            )
         for name, shape in self.shapes.items():
             if name not in state:
                 raise RuntimeFailure(f"the state has no {name!r}; it holds {len(state)} names for another model?")
+            if not isinstance(state[name], Tensor):
+                raise RuntimeFailure(f"{name!r} is a {type(state[name]).__name__} in the state, and no tensor")
             if tuple(state[name].shape) != shape:
                 raise RuntimeFailure(f"{name!r} has shape {tuple(state[name].shape)} in the state, {shape} here")
         for name in self.names:

@@ -76,8 +76,8 @@ def search(
     ``start`` is not legal, a pin cannot be obeyed or no budget is given."""
     if budget_s is None and proposals is None:
         raise StrategyError("the search needs a budget: seconds, or a number of proposals")
-    if not 0 <= seed < MAX_SEED:
-        raise StrategyError(f"seed {seed} is not between 0 and 2^64 - 1")
+    if not (isinstance(seed, int) and 0 <= seed < MAX_SEED):
+        raise StrategyError(f"seed {seed!r} is not between 0 and 2^64 - 1", "Give a whole number.")
     if start is not None:
         _check_start(start, graph, topology, options or Options())
     budget, rule = Budget(budget_s, proposals), parse_pins(pins, graph, topology) or rule

@@ -23,10 +23,15 @@ RANDOM: Final = ("dropout", "uniform", "normal")
 @dataclass(frozen=True)
 class StageModules:
     """``modules``: of each stage, in the order in which they run. ``entering``: of each stage, the modules of earlier
-    ones whose outputs it gets. ``tied``: trained weights that several stages read, each as its name by stage."""
+    ones whose outputs it gets. ``handed``: by these modules, the sizes of one sample of each tensor that passes and
+    depends on weights.
+    ``shared``: modules that several stages run, which have no weights. ``tied``: trained weights that several stages
+    read, each as its name by stage."""
 
     modules: tuple[tuple[str, ...], ...] = ()
     entering: tuple[tuple[str, ...], ...] = ()
+    handed: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
     tied: tuple[dict[int, str], ...] = ()
 
 
@@ -35,7 +40,7 @@ def stage_modules(
 ) -> StageModules:  # fmt: skip
     """The stages of ``stage_of`` (by operator) as modules. ``held``: the stages of each rank. Raises StrategyError
     where a model cannot be taken apart so, by the first operator that is in the way: one outside of the modules that
-    has weights, is worth a stage or draws random numbers; a module that hands on several tensors."""
+    has weights, is worth a stage or draws random numbers."""
     stages = _Stages(graph, stage_of)
     if empty := [stage for stage, names in enumerate(stages.modules) if not names]:
         raise StrategyError(f"stages: stage {empty[0]} has no module of the model", NATIVE)
@@ -45,10 +50,18 @@ def stage_modules(
     entering = [sorted(names, key=lambda name: graph.producer[name]) for names in needed]
     if apart := [stage for stage, names in enumerate(entering) if stage and not names]:
         raise StrategyError(f"stages: stage {apart[0]} computes nothing from what earlier ones return", NATIVE)
-    stages.check(entering)
+    stages.check()
+    handed: dict[str, dict[str, tuple[int, ...]]] = {}
+    computed = _computed(graph)
+    for name in (name for names in entering for name in names):
+        tensors = handed.setdefault(stages.module_of(name), {})
+        if name in computed:
+            tensors[name] = graph.tensor[name].shape[1:]
     return StageModules(
         tuple(tuple(names) for names in stages.modules),
-        tuple(tuple(stages.module_of(name) for name in names) for names in entering),
+        tuple(tuple(dict.fromkeys(stages.module_of(name) for name in names)) for names in entering),
+        {module: tuple(shapes.values()) for module, shapes in handed.items()},
+        stages.shared(),
         _tied(graph, stages, held),
     )
 
@@ -109,7 +122,7 @@ class _Stages:
                     found.add(name)
         return found
 
-    def check(self, entering: Sequence[Sequence[str]]) -> None:
+    def check(self) -> None:
         """Raise StrategyError where ranks would compute something else than the plan, or too much of it."""
         for i, op in enumerate(self.graph.operators):
             if self.paths[i] != "":
@@ -121,43 +134,20 @@ class _Stages:
             if len(self.repeated.get(i, ())) > 1 and (op.kind in RANDOM or is_heavy(self.graph, i)):
                 why = "draw other numbers for it" if op.kind in RANDOM else "compute all of it"
                 raise StrategyError(f"{says}{len(self.repeated[i])} ranks would {why}", NATIVE)
-        returned = self._returned()
-        for stage in range(1, len(self.modules)):
-            for path, names in returned.items():
-                if self.home(names[0]) < stage:
-                    self._check_stand_in(path, names, stage, entering[stage])
 
-    def _returned(self) -> dict[str, list[str]]:
-        """What is read of the activations of a module outside of it."""
-        found: dict[str, list[str]] = {}
-        for name, producer in self.graph.producer.items():
-            path = self.paths[producer]
-            if path and any(self.paths[reader] != path for reader, _ in self.graph.consumers[name]):
-                found.setdefault(path, []).append(name)
-        return found
+    def shared(self) -> tuple[str, ...]:
+        """Modules that compute what is outside of the modules of stages: an activation that several layers use."""
+        outside = zip(self.graph.operators, self.paths, strict=True)
+        return tuple(dict.fromkeys(op.module for op, path in outside if path == "" and op.module))
 
-    def _check_stand_in(self, path: str, names: Sequence[str], stage: int, entering: Sequence[str]) -> None:
-        """Raise StrategyError unless a tensor that enters a stage can stand for what a module of an earlier one
-        returns: it is that, or it is not computed with, or has its shape."""
-        if len(names) > 1:
-            raise StrategyError(
-                f"stages: module {path!r} hands on {names[0]!r} and {names[1]!r} to others; in stage {stage} of "
-                "PyTorch's pipeline a module that is not there stands for one tensor",
-                NATIVE + " A pipeline can be exported where every module before a border returns one tensor.",
-            )
-        own = self.graph.tensor[names[0]]
-        readers = [reader for reader, _ in self.graph.consumers[own.name] if self.paths[reader] == ""]
-        if own.name in entering or not readers:
-            return
-        first = self.graph.tensor[entering[0]]
-        alike = zip(reversed(own.shape), reversed(first.shape), strict=False)
-        if own.floating != first.floating or not all(size in (1, other) for size, other in alike):
-            raise StrategyError(
-                f"stages: operator {self.graph.operators[readers[0]].name!r} is computed by the model itself from "
-                f"{own.name!r}, of shape {own.shape}; in stage {stage}, which does not compute that, the model has "
-                f"{first.name!r}, of shape {first.shape}, in its place",
-                NATIVE,
-            )
+
+def _computed(graph: OperatorGraph) -> set[str]:
+    """What depends on weights in a way that has a gradient."""
+    found = {t.name for t in graph.of_kind("parameter") if t.floating}
+    for op in graph.operators:
+        if op.kind != "detach" and found.intersection(op.inputs):
+            found.update(name for name in op.outputs if graph.tensor[name].floating)
+    return found
 
 
 def _path(op: Operator) -> Iterable[str]:

@@ -17,30 +17,111 @@ SCHEDULES: Final = {
 """Classes of ``torch.distributed.pipelining.schedules``."""
 
 STAND_INS: Final = '''
+    @cache
+    def fake() -> FakeTensorMode:
+        """Tensors without values."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+    def without_values(module: nn.Module) -> nn.Module:
+        weights = {id(x): fake().from_tensor(x).requires_grad_(x.is_floating_point()) for x in module.parameters()}
+        return deepcopy(module, weights | {id(x): fake().from_tensor(x) for x in module.buffers()})
+
+
     class Absent(nn.Module):
         """In the place of a module, with its attributes; its weights have no values."""
 
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
-            tensors = (*module.parameters(), *module.buffers())
             # In a tuple, the module is no part of this one.
-            self.instead_of = (deepcopy(module, {id(x): x.detach().to("meta") for x in tensors}),)
+            self.instead_of = (without_values(module),)
 
         def __getattr__(self, name: str) -> object:
             return getattr(self.instead_of[0], name)
 
 
+    class Passing(dict[str, list[Tensor]]):
+        """By module, what it returns that passes to other stages. ``received``: by this stage, in order."""
+
+        received: list[Tensor]
+
+        def of(self, name: str, count: int) -> list[Tensor]:
+            if name not in self:
+                own, self.received = self.received[:count], self.received[count:]
+                self[name] = [x.view_as(x) for x in own]
+            return self[name]
+
+
     class Earlier(Absent):
-        """In the place of a module of an earlier stage: what this stage received of it. Of other modules the model only
-        asks for the shape of what they return."""
+        """In the place of a module of an earlier stage: it returns what this stage received of it. Where the model
+        computes with more that the module returns, this stage needs nothing of that, and gets NaN."""
 
-        def __init__(self, module: nn.Module, name: str, stage: int, passing: dict[str, Tensor]) -> None:
+        def __init__(self, module: nn.Module, name: str, stage: int, passing: Passing) -> None:
             super().__init__(module)
-            self.name = name if name in ENTERING[stage] else ENTERING[stage][0]
-            self.passing = passing
+            self.name, self.passing, self.received = name, passing, name in ENTERING[stage]
+            self.returned = Returned(name, self.instead_of[0])
 
-        def forward(self, *args: object, **named: object) -> Tensor:
-            return self.passing[self.name]
+        def forward(self, *args: object, **named: object) -> object:
+            given, output = self.returned.of(args, named)
+            actual = dict(zip(map(id, given), tree_leaves((args, named))))  # it may return what it is given
+            if self.received:
+                passed = handed_on(self.name, given, output)
+                actual.update(zip(map(id, passed), self.passing.of(self.name, len(passed))))
+
+            def value(x: Tensor) -> Tensor:
+                if id(x) in actual:
+                    return actual[id(x)]
+                if not x.is_floating_point():
+                    raise TypeError(f"{self.name} returns {x.dtype}; in a pipeline compute that outside of it")
+                nan = torch.full((), float("nan"), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+                return nan.expand(x.shape)
+
+            return tree_map_only(Tensor, value, output)
+
+
+    class Returned:
+        """What a module returns, without values."""
+
+        def __init__(self, name: str, module: nn.Module) -> None:
+            self.name, self.module = name, module
+            self.by_shapes: dict[object, tuple[list[object], object]] = {}
+
+        def of(self, args: tuple[object, ...], named: dict[str, object]) -> tuple[list[object], object]:
+            """The leaves of its arguments, and what it returns."""
+            given, spec = tree_flatten((args, named))
+            shapes = tuple(x.shape if isinstance(x, Tensor) else None for x in given)
+            if shapes not in self.by_shapes:
+                with fake(), torch.enable_grad():
+                    like = [self.like(x) if isinstance(x, Tensor) else x for x in given]
+                    args, named = tree_unflatten(like, spec)
+                    self.by_shapes[shapes] = like, self.module(*args, **named)
+            return self.by_shapes[shapes]
+
+        def like(self, x: Tensor) -> Tensor:
+            weights = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), x.dtype)
+            dtype = weights if x.is_floating_point() else x.dtype
+            return torch.empty(x.shape, dtype=dtype, device=x.device, requires_grad=x.requires_grad)
+
+
+    def handed_on(name: str, given: list[object], output: object) -> list[Tensor]:
+        """What other stages get of what a module returns: what depends on no weight, and those of the other tensors of
+        which the plan says how many dimensions, or sizes, they have."""
+        tensors = {id(x): x for x in tree_leaves(output) if isinstance(x, Tensor)}
+        for x in given:
+            tensors.pop(id(x), None)
+        computed, sizes = [x for x in tensors.values() if x.requires_grad], HANDED[name]
+        for alike in (
+            lambda x: True,
+            lambda x: x.dim() - 1 in map(len, sizes),
+            lambda x: tuple(x.shape[1:]) in sizes,
+        ):
+            if len(found := [x for x in computed if alike(x)]) == len(sizes):
+                return [x for x in tensors.values() if not x.requires_grad or id(x) in map(id, found)]
+        shapes = [tuple(x.shape) for x in computed]
+        raise TypeError(
+            f"{name} returns a {type(output).__name__} with tensors of {shapes}; in a pipeline make it return those "
+            f"that other stages read, of {list(sizes)} for each sample"
+        )
 
 
     class Later(Absent):
@@ -67,9 +148,10 @@ TAKE_APART: Final = '''
         return own and not [*module.children(), *module.parameters(), *module.buffers()]
 
 
-    def take_apart(model: nn.Module, stage: int, passing: dict[str, Tensor]) -> nn.Module:
+    def take_apart(model: nn.Module, stage: int, passing: Passing) -> nn.Module:
         """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not
-        name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too."""
+        name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too; those that
+        several stages use, in all. A weight that has another name outside of the modules keeps it where it is."""
         stage_of = {name: k for k, names in enumerate(STAGES) for name in names}
         new: dict[int, nn.Module] = {}
         at, inside = 0, tuple(f"{name}." for name in stage_of)
@@ -77,9 +159,15 @@ TAKE_APART: Final = '''
             at = stage_of.get(name, at)
             if name in stage_of and at != stage:
                 new[id(module)] = Earlier(module, name, stage, passing) if at < stage else Later(module)
-            elif name in stage_of or not name.startswith(inside) and plain(module):
+            elif name in stage_of or not name.startswith(inside) and plain(module) and name not in SHARED:
                 new[id(module)] = module if at == stage else HandOn(module)
-        return deepcopy(model, new)
+        weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
+        part = deepcopy(model, weights[stage] | new)
+        for name, x in model.named_parameters(remove_duplicate=False):
+            if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
+                owner, _, last = name.rpartition(".")
+                setattr(part.get_submodule(owner), last, None)
+        return part
 '''
 PART: Final = '''
     class Part(nn.Module):
@@ -88,32 +176,39 @@ PART: Final = '''
 
         def __init__(self, model: nn.Module, stage: int) -> None:
             super().__init__()
-            self.stage, self.passing = stage, {}
+            self.stage, self.passing = stage, Passing()
             self.model = take_apart(model, stage, self.passing)
+            following = ENTERING[stage + 1] if stage + 1 < len(STAGES) else []
+            self.returned = {
+                name: Returned(name, without_values(model.get_submodule(name)))
+                for name in STAGES[stage] if name in following
+            }
 
         def forward(self, *received: Tensor, inputs: tuple[Tensor, ...] = (), **batch: object):
-            self.passing.update((name, x.view_as(x)) for name, x in zip(ENTERING[self.stage], received))
+            self.passing.received = list(received)
             try:
                 output = self.model(*inputs, **batch)
+                passed = OUTPUT
             except Computed:
-                return tuple(self.passing[name] for name in ENTERING[self.stage + 1])
+                passed = tuple(x.contiguous() for name in ENTERING[self.stage + 1] for x in self.passing[name])
             finally:
                 self.passing.clear()
-            return OUTPUT
+            if left := len(self.passing.received):
+                raise RuntimeError(f"stage {self.stage} received {left} tensors more than it has a place for")
+            return passed
 
 
     def passed_on(part: Part) -> None:
         """Note what the modules of a part return: the next stages get that."""
 
-        def note(module: nn.Module, inputs: object, output: object, name: str) -> None:
-            if not isinstance(output, Tensor):
-                kind = type(output).__name__
-                raise TypeError(f"{name} returns a {kind}; in a pipeline make it return one tensor")
-            if name in ENTERING[part.stage + 1]:
-                part.passing[name] = output
+        def note(module: nn.Module, args: tuple[object, ...], named: dict[str, object], output: object, of: Returned):
+            given, returned = of.of(args, named)
+            passed = set(map(id, handed_on(of.name, given, returned)))
+            pairs = zip(tree_leaves(returned), tree_leaves(output), strict=True)
+            part.passing[of.name] = list({id(x): y for x, y in pairs if id(x) in passed}.values())
 
-        for name in STAGES[part.stage] if part.stage + 1 < len(STAGES) else ():
-            part.model.get_submodule(name).register_forward_hook(partial(note, name=name))
+        for name, of in part.returned.items():
+            part.model.get_submodule(name).register_forward_hook(partial(note, of=of), with_kwargs=True)
 '''
 HERE: Final = '''
     def here(model: nn.Module, names: list[str]) -> list[str]:
@@ -161,6 +256,8 @@ def _parts(file: File) -> None:
     plan = file.plan
     file.needs("copy", "deepcopy")
     file.needs("functools", "partial")
+    file.needs("torch._subclasses", "FakeTensorMode")
+    file.needs("torch.utils._pytree", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
     stages, entering = (
         "".join(f"    {names_text(names)},\n" for names in names_of_stages)
         for names_of_stages in (plan.stages.modules, plan.stages.entering)
@@ -168,6 +265,8 @@ def _parts(file: File) -> None:
     file.constants += [
         f"STAGES = [\n{stages}]",
         f"ENTERING = [  # by stage: the modules whose outputs it receives\n{entering}]",
+        f"HANDED = {literal(plan.stages.handed)}  # sizes of a sample of each of their tensors that pass",
+        f"SHARED = {names_text(plan.stages.shared)}  # modules that several stages use",
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"

@@ -1,0 +1,46 @@
+"""Arguments of a step that make no sense are refused before ranks wait for each other: after it the step goes on."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from torch.optim import Optimizer
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.quantities import is_finite
+
+
+def check_scale(scale: Any) -> None:
+    """Raise RuntimeFailure for what gradients cannot be multiplied by."""
+    if not is_finite(scale):
+        raise RuntimeFailure(
+            f"gradients cannot be scaled by {scale!r}", "Give a number, 1 / k to accumulate over k batches."
+        )
+
+
+def check_steps(steps: Any) -> None:
+    """Raise RuntimeFailure for a number of steps that cannot be traced."""
+    if not isinstance(steps, int) or steps < 1:
+        raise RuntimeFailure(f"a trace of {steps!r} steps", "Trace at least one.")
+
+
+def check_folder(folder: Any, optimizer: Any = None) -> None:
+    """Raise RuntimeFailure for what is no path, or no optimizer whose state is kept there."""
+    if not isinstance(folder, str | PathLike):
+        raise RuntimeFailure(f"{type(folder).__name__} is no path of a folder", "Give a text or a Path.")
+    if not isinstance(optimizer, Optimizer | None):
+        raise RuntimeFailure(
+            f"a {type(optimizer).__name__} is no optimizer", "Give the optimizer itself, and what else is kept by name."
+        )
+
+
+def length_of(dataset: Any) -> int:
+    """Samples of a data set. Raises RuntimeFailure for one that does not say how many it has."""
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise RuntimeFailure(
+            f"a {type(dataset).__name__} has no length, so that ranks cannot share its samples out",
+            "Give a data set with __len__ and __getitem__, or fetch batches yourself and call step(batch).",
+        ) from error
