@@ -82,6 +82,7 @@ from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
+    Exchanged,
     arrives_in_parts,
     differentiate,
     distribute,
@@ -375,7 +376,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
-    before, when = ZERO, exchanged(units, w, sharding)
+    before, when = ZERO, Exchanged(ZERO, ZERO, ZERO, False, False)
+    if trained:
+        when = exchanged(sources, p, w)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
@@ -400,13 +403,12 @@ def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: S
     microbatches. If what is received is used in the next microbatch and there is one stage, the message is under way
     until then."""
     landings, units = sources.landings, sources.units
-    summed = when.sent != TWO * np.uint64(units.each_block[w]) + ONE
     alone = when.carried and units.several[0] == 0
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            if role & SENDS or (summed and role & ALIASED == 0):
+            if role & SENDS or (when.summed and role & ALIASED == 0):
                 prolong(spans, handle, when.sent)
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
