@@ -14,7 +14,8 @@ last moment, both included. These are the spans:
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
 - An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
   (``saved_tensors``); the communication that sends it, which lets go of it when it has been issued. What an operator
-  saves besides lives from its forward to its backward. An output that is its input's memory (a view) has no span of its
+  saves besides lives from its forward to its backward. What attention on a CPU makes wider is there while it computes,
+  in each pass (``graph.ops.zeros``). An output that is its input's memory (a view) has no span of its
   own: what uses it prolongs the input's.
 - A **copy** in another layout: from the communication that brings it (or from the forward, if it is cut from what the
   device has) to the last reader's use, as above. Where a device gets exactly what it has, there is none, and readers
@@ -77,6 +78,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.graph.ops.formats import takes_copy
+from flexsearch.graph.ops.zeros import backward_elements, forward_elements, parts_of
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
@@ -119,6 +121,8 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import OVER_ALL, States
 
 _takes_copy = lean(takes_copy)
+_parts_of, _forward_elements = lean(parts_of), lean(forward_elements)
+_backward_elements = lean(backward_elements)
 _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
@@ -292,6 +296,22 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         more = besides(units, producer, elements, itemsize)
         if more > 0 and saved > now:
             add(spans, d, more, ACTIVATIONS, now, saved)
+        if units.widens[producer] == 1 and units.cpu[d] == 1:
+            q, k = _read_elements(sources, config, ZERO, row), _read_elements(sources, config, ONE, row)
+            if q > elements:
+                parts = _parts_of(q * itemsize)
+                add(spans, d, _forward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, now, now)
+                if back > now:
+                    at = TWO * np.uint64(units.backward_block[producer])
+                    add(spans, d, _backward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, at, at)
+
+
+@lean
+def _read_elements(sources: Sources, config: Any, position: Any, row: Any) -> Any:
+    """Elements of an operand that a row of a config reads."""
+    layouts, pools = sources.layouts, sources.pools
+    layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + position])
+    return layouts.volume[np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])]) + row]
 
 
 @lean

@@ -16,6 +16,7 @@ from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
+from flexsearch.graph.ops.zeros import widens
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
@@ -151,6 +152,8 @@ def make_units(
         output_gradient=_of_outputs(graph, slot, alone),
         is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
         extra=_sizes(r.extra for r in rules), halves=_sizes(r.halves for r in rules),
+        widens=_flags(widens(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators),
+        cpu=_flags(device == "cpu" for device in devices),
         weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
         shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
