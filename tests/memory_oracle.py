@@ -254,6 +254,7 @@ class _Walk:
                 besides = rule.besides(elements, itemsize)
                 if besides and back > now[device]:
                     self._new(device, besides, "activations", now[device]).until(back)
+                self._widen(i, k, device, elements * itemsize, now[device], back)
             for e in lowered.edges_of[name]:
                 plan, readers = lowered.edges[e].forward, lowered.edges[e].readers
                 assert plan is not None
@@ -267,6 +268,26 @@ class _Walk:
                 if not readers:  # the loss, a new running mean: kept to the end
                     for span in arrived.values():
                         span.until(self.end)
+
+    def _widen(self, i: int, place: int, device: int, made: int, now: int, back: int) -> None:
+        """What attention on a CPU makes as wide as queries and keys, of values that are not, in each of its passes.
+        ``made``: bytes of its result."""
+        op, tensor = self.graph.operators[i], self.graph.tensor
+        plain = op.kind == "attention" and not op.attributes.get("dropout") and not op.attributes.get("grouped")
+        if not plain or self.lowered.topology.devices[device].kind != "cpu" or len(tensor[op.outputs[0]].shape) != 4:
+            return
+        boxes, itemsize = self.lowered.placed[i].placement.pieces[place].inputs[:2], tensor[op.inputs[0]].itemsize
+        q, k = (volume(box) * itemsize for box in boxes if box is not None)
+        if q <= made:
+            return
+        count = min(8, q >> 17)
+        narrow = k // itemsize * (made // itemsize) // (q // itemsize) * itemsize
+        whole = count < 3
+        self._new(device, q + k - made if whole else (q + k) // itemsize // count * itemsize, "activations", now)
+        if back > now:
+            both = 2 * (q + k) - narrow if whole else 3 * (q + k) // itemsize // count * itemsize
+            at = self.task[TaskKind.BACKWARD, i, device]
+            self._new(device, both, "activations", at)
 
     def _source(self, i: int, device: int, again: bool) -> Span | None:
         """What a view is of: made again only if that is made in the same region."""

@@ -94,6 +94,7 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
 @pytest.mark.parametrize(
     ("name", "number", "seed"),
     [
+        ("decoder", 3, 0),  # heads of attention that move lie inside of positions
         ("decoder", 8, 0),  # values with fewer features than queries
         ("decoder", 10, 0),  # gradients in several layouts, received and added up
         ("decoder", 12, 0),  # halves of a backward pass that keep parts of values
@@ -130,6 +131,39 @@ def test_what_a_stage_receives_waits_for_the_pass_before_it() -> None:
     }  # fmt: skip
     second = [t for t, row in enumerate(tasks.action) if row == Action(1, "F", 1) and tasks.device[t] == 1]
     assert order["forward", 1] < min(second) <= max(second) < order["backward", 0]
+
+
+def test_gradients_of_weights_come_behind_what_their_receivers_compute_before() -> None:
+    """Of the last microbatch, too: its buckets have the identity of the first, as they are sent once a step."""
+    graph = memory_peaks.imported("images").graph
+    plan = memory_peaks.plan_of("images", graph, 15, 3)
+    lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
+    tasks, last, checked = lowered.tasks, lowered.stages.microbatches - 1, 0
+    for t, what in enumerate(tasks.communication):
+        if what is None or what.purpose != "synchronise":
+            continue
+        block = tasks.identity[t].block
+        own = last if lowered.rows.schedule.last[block] else tasks.microbatch[t]
+        before = [
+            k for k, row in enumerate(tasks.identity)
+            if tasks.device[k] in what.devices and row.microbatch == own and row.block <= block
+        ]  # fmt: skip
+        assert max(before) < t
+        checked += bool(set(what.receivers) - set(what.senders))
+    assert checked
+
+
+def test_what_a_stage_reads_through_views_goes_with_them() -> None:
+    """Queries, keys and values are views of what the stage is given. When attention has gone backward, so has that,
+    though the stage's backward pass still puts their gradients together."""
+    imported, cluster = _imported("decoder"), Topology.load("ethernet-1g:1")
+    names = [op.name for op in imported.graph.operators]
+    cut = names.index("layers.2.select")
+    stages = [Stage(tuple(names[:cut]), (0,), 1), Stage(tuple(names[cut:]), (0,), 1)]
+    configs = baseline("single", imported.graph, cluster).configs
+    plan = Strategy.make(imported.graph, cluster, configs, stages=stages)
+    (measured,) = pool(1).run(_measured, "decoder", imported, plan.to_file().model_dump_json())
+    assert measured == pytest.approx(_predicted(imported, plan)[0], rel=0.02)
 
 
 def test_what_each_microbatch_receives_is_counted_beside_weights_that_are_gathered_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, get_args
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.actions import actions
+from flexsearch.lower.actions import actions, in_flight
 from flexsearch.strategy.schedule import LOOPED_KINDS, V_KINDS, placement
 from flexsearch.strategy.stage import ScheduleKind
 from tests.engine_oracle import Simulation
@@ -62,6 +63,21 @@ def test_microbatches_in_flight(p: int, m: int) -> None:
     assert of("zero-bubble") == [p] * p and of("zero-bubble", until="BI") == [p - rank for rank in range(p)]
     assert of("zero-bubble-v", 2) == [2 * p] * p  # half a stage each: as many as 1F1B at its first rank
     assert of("dualpipe-v", 2) == [2 * p + 1] * p
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_microbatches_in_flight_are_those_of_the_actions(kind: ScheduleKind) -> None:
+    """As the estimate of layouts reads them, without writing actions down. With fewer microbatches than fill it, a
+    V-shaped pipeline holds fewer."""
+    most = 1 if kind == "1f1b" else 3
+    for ranks, each, count in product((1, 2, 3, 4), range(1, most + 1), (1, 2, 4, 6, 12)):
+        try:
+            rows = actions(kind, placement(kind, ranks, each), count)
+        except FlexsearchError:
+            continue
+        held, expected = [most_in_flight(row, "BI") / each for row in rows], in_flight(kind, ranks, each, count)
+        assert all(a <= b for a, b in zip(held, expected, strict=True))
+        assert held == expected or (kind in V_KINDS and count < 2 * ranks - 1)
 
 
 @st.composite

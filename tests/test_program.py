@@ -14,7 +14,9 @@ from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower, lower_for_ranks
+from flexsearch.lower.rows import BACKWARD
 from flexsearch.runtime import liveness
+from flexsearch.runtime.held import tasks_of
 from flexsearch.runtime.instructions import (
     Assemble,
     Backward,
@@ -185,6 +187,30 @@ def test_parts_of_gradients_are_added_before_those_of_the_next_operator_but_one_
         own = {w for i in program.instructions if isinstance(i, Deliver) for w, _ in i.weights}
         counts = weights_under_way(program, own)
         assert len(own) > 3 and (2 < max(counts) <= 4) == (states > States.WHOLE)  # weights and biases of two operators
+
+
+def test_the_last_parts_of_a_microbatch_are_added_where_the_next_one_begins_to_send() -> None:
+    """Also by ranks that send none of the first bucket, whose weights keep their gradients whole."""
+    graph, cluster = imported().graph, Topology.load("ethernet-1g:2")
+    configs = {op: replace(c, states=States.GRADIENTS) for op, c in baseline("fsdp", graph, cluster).configs.items()}
+    configs["layers.2.down"] = replace(configs["layers.2.down"], states=States.WHOLE)
+    plan = Strategy.make(graph, cluster, configs, Options(bucket_bytes=1), microbatches=4)
+    for program in programs(plan, graph):
+        rows, kinds = program.lowered.tasks.identity, program.lowered.rows.schedule.kind
+        runs = [  # of the second microbatch, backward: instructions and the blocks that they carry out
+            (k, rows[t].block)
+            for k, row in enumerate(tasks_of(program))
+            for t in row
+            if rows[t].microbatch == 1 and kinds[rows[t].block] == BACKWARD
+        ]
+        first: dict[int, int] = {}
+        for k, instruction in enumerate(program.instructions):
+            for w, _ in instruction.weights if isinstance(instruction, Deliver) else ():
+                first.setdefault(w, k)
+        for w in range(len(program.lowered.weights)):
+            sent, block = program.lowered.exchanged(w)
+            if block <= sent and w in first:
+                assert max(k for k, b in runs if b < block) < first[w] < min(k for k, b in runs if b > block)
 
 
 def test_receives_are_posted_ahead_within_a_limit_and_never_behind_their_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

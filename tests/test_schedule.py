@@ -21,7 +21,7 @@ from flexsearch.lower import Lowering
 from flexsearch.lower.actions import actions
 from flexsearch.lower.backward_order import FIRST_BUCKET_BYTES, buckets_of
 from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, GATHER, REGATHER, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT
-from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
+from flexsearch.lower.schedule import EACH, ONCE, Stages, make_blocks, make_schedule
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import baseline
@@ -160,6 +160,19 @@ def test_weights_are_gathered_with_their_neighbours_as_many_as_a_bucket_holds(
     if limit == 1 << 40:
         together = {of[min(readers[pack[0]])] for pack in blocks.packs if len(pack) > 1}
         assert together == {0, 1} if graph != "tied" else together
+
+
+def test_the_last_buckets_of_each_microbatch_are_added_in_the_next_one() -> None:
+    """What is sent for each microbatch, behind the block that sends it, or where the stage sends its first bucket."""
+    blocks = make_blocks(mlp(), Options(bucket_bytes=1), Stages((0, 3), ((0,), (1,)), 2))
+    starts = {blocks.starts[blocks.argument[b]]: b for b, kind in enumerate(blocks.kind) if kind == SYNCHRONISE}
+    for stage in range(2):
+        each = [k for k, sums in enumerate(blocks.sums) if sums == EACH and blocks.stage[starts[k]] == stage]
+        carried = [k for k in each if blocks.added[k] <= starts[k]]
+        assert carried and carried == each[-len(carried) :]
+        assert {blocks.added[k] for k in carried} == {starts[each[0]]}
+        once = [k for k, sums in enumerate(blocks.sums) if sums == ONCE and blocks.stage[starts[k]] == stage]
+        assert all(blocks.added[k] > starts[k] for k in once)
 
 
 def test_a_pack_is_gathered_so_many_packs_before_it_is_read() -> None:

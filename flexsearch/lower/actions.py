@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from flexsearch.errors import FlexsearchError
-from flexsearch.strategy.schedule import SPLIT_KINDS, check_schedule, microbatches_of_a_round
+from flexsearch.strategy.schedule import SPLIT_KINDS, V_KINDS, check_schedule, length_of_a_round
 from flexsearch.strategy.stage import ScheduleKind
 
 
@@ -86,6 +86,26 @@ def last_microbatch(kind: ScheduleKind, microbatches: int) -> int:
     return 0 if kind == "breadth-first" else microbatches - 1
 
 
+def warm_up(kind: ScheduleKind, rank: int, ranks: int, each: int, microbatches: int) -> int:
+    """Forward passes that a rank with ``each`` stages runs before it begins to run a backward pass behind each one,
+    under ``1f1b``, ``interleaved-1f1b`` or ``zero-bubble``: under the second one, two more than the next rank."""
+    hops = (2 if kind == "interleaved-1f1b" else 1) * (ranks - 1 - rank)
+    return min(each * microbatches, (each - 1) * length_of_a_round(ranks, microbatches) + hops)
+
+
+def in_flight(kind: ScheduleKind, ranks: int, each: int, microbatches: int) -> list[float]:
+    """By rank with ``each`` stages (under ``1f1b``: one): the most microbatches that have passed it forward and not
+    backward at a time, mean over its stages."""
+    count = each * microbatches
+    if kind in ("gpipe", "breadth-first"):
+        passes = [count] * ranks
+    elif kind in V_KINDS:  # equally many on all ranks; dualpipe-v runs one forward before it runs one backward
+        passes = [min(count, 2 * ranks + (kind == "dualpipe-v"))] * ranks
+    else:
+        passes = [min(count, 1 + warm_up(kind, rank, ranks, each, microbatches)) for rank in range(ranks)]
+    return [number / each for number in passes]
+
+
 def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int) -> list[list[Action]]:
     """What each rank runs. ``held``: the stages of each rank, ascending; ranks in the order of their first stage.
 
@@ -102,9 +122,8 @@ def actions(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatches: int
         return [_zero_bubble_v(rank, ranks, microbatches) for rank in range(ranks)]
     if kind == "dualpipe-v":
         return [_dualpipe_v(rank, ranks, microbatches) for rank in range(ranks)]
-    per_round = microbatches_of_a_round(kind, ranks, microbatches)
     order = _zero_bubble if kind == "zero-bubble" else _interleaved
-    return [order(rank, row, ranks, microbatches, per_round) for rank, row in enumerate(held)]
+    return [order(rank, row, ranks, microbatches) for rank, row in enumerate(held)]
 
 
 # ---- whole backward passes
@@ -145,10 +164,10 @@ def _in_rounds(held: Sequence[int], per_round: int) -> Callable[[int, Literal["F
     return at
 
 
-def _interleaved(rank: int, held: Sequence[int], ranks: int, microbatches: int, per_round: int) -> list[Action]:
-    """As ``1f1b``, in rounds; a rank runs ahead by two more passes than the next one."""
-    at, count = _in_rounds(held, per_round), len(held) * microbatches
-    warm = min(count, (len(held) - 1) * per_round + 2 * (ranks - 1 - rank))
+def _interleaved(rank: int, held: Sequence[int], ranks: int, microbatches: int) -> list[Action]:
+    """As ``1f1b``, in rounds."""
+    at, count = _in_rounds(held, length_of_a_round(ranks, microbatches)), len(held) * microbatches
+    warm = warm_up("interleaved-1f1b", rank, ranks, len(held), microbatches)
     found = [at(k, "F") for k in range(warm)]
     for k in range(count):
         if k + warm < count:
@@ -160,11 +179,11 @@ def _interleaved(rank: int, held: Sequence[int], ranks: int, microbatches: int, 
 # ---- backward passes in two halves
 
 
-def _zero_bubble(rank: int, held: Sequence[int], ranks: int, microbatches: int, per_round: int) -> list[Action]:
+def _zero_bubble(rank: int, held: Sequence[int], ranks: int, microbatches: int) -> list[Action]:
     """As ``interleaved-1f1b``, but a rank runs ahead by only one more pass than the next one, and its weight gradients
     fall behind by as many passes as there are ranks before it, so that they fill what would be idle at the end."""
-    at, count = _in_rounds(held, per_round), len(held) * microbatches
-    warm = min(count, (len(held) - 1) * per_round + ranks - 1 - rank)
+    at, count = _in_rounds(held, length_of_a_round(ranks, microbatches)), len(held) * microbatches
+    warm = warm_up("zero-bubble", rank, ranks, len(held), microbatches)
     found = [at(k, "F") for k in range(warm)]
     for k in range(count):
         if k + warm < count:

@@ -161,7 +161,8 @@ class BlockTable(NamedTuple):
     ``each``, in which they go for each (NOTHING: it is not trained; the same one where there is no other).
     By SYNCHRONISE block: ``starts``, ``finishes``: bucket whose first or second phases it sends (NOTHING: none),
     ``block``: its number. By bucket: ``member``: its weights in the order of completion; ``sums``: which of them (ALL,
-    ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``, ``added_by`` (before which it is added): blocks."""
+    ONCE, EACH of ``schedule``); ``started_by``, ``finished_by``, ``added_by`` (before which it is added, as in
+    ``Blocks.added``): blocks."""
 
     launch: I64
     issue: I64
@@ -199,9 +200,3 @@ class BlockTable(NamedTuple):
     started_by: U32
     finished_by: U32
     added_by: U32
-
-
-def sent_each(table: BlockTable) -> dict[int, int]:
-    """By weight whose gradients may go for each microbatch: the block that starts to send them."""
-    pairs = enumerate(zip(table.each.tolist(), table.bucket.tolist(), strict=True))
-    return {w: int(table.started_by[each]) for w, (each, once) in pairs if each != once}

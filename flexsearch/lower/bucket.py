@@ -66,10 +66,13 @@ class Groups(NamedTuple):
     loads: Loads
 
 
-@lean
-def bucket_of(blocks: BlockTable, pools: Pools, plan: Any, w: Any) -> Any:
-    """The bucket of weight ``w`` under a plan of it."""
-    return blocks.each[w] if pools.plan_sharding[plan] >= _GRADIENTS else blocks.bucket[w]
+def bucket_of(blocks: BlockTable, sharding: Any, w: Any) -> Any:
+    """The bucket of weight ``w``, of which what ``sharding`` (its rank) says is kept in parts."""
+    return blocks.each[w] if sharding >= _GRADIENTS else blocks.bucket[w]
+
+
+find_bucket = lean(bucket_of)
+"""``bucket_of`` for compiled functions."""
 
 
 @lean
@@ -187,9 +190,7 @@ def is_sent_by(pools: Pools, x: Any, mark: U64, stamp: Any) -> Any:
 
 
 @lean
-def _add_up(
-    pools: Pools, groups: Groups, phase: Any, g: Any, first: U32, last: U32, resource: U32, load: F64
-) -> Any:
+def _add_up(groups: Groups, phase: Any, g: Any, first: U32, last: U32, resource: U32, load: F64) -> Any:
     """What a group's messages bring onto resources: rows ``[first[x], last[x])`` of two columns of exchange x. Fills
     ``load`` and lists the resources in ``touched``; returns how many there are."""
     m, touched = np.uint64(groups.head[phase, g]), ZERO
@@ -251,7 +252,7 @@ def merge(program: Program, pools: Pools, groups: Groups, phase: Any, g: Any) ->
             r = np.uint64(groups.touched[j])
             groups.many[r] = at_once(pools.orbit[one], groups.many[r], program.images[r])
         return touched, seconds + _more_tensors(program, groups, phase, g, form)
-    touched = _add_up(pools, groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
+    touched = _add_up(groups, phase, g, pools.link_first, pools.link_last, pools.link, pools.link_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
         groups.load[r] = link_seconds(program.rates.factor[form], groups.load[r], program.bandwidth[r])
@@ -278,7 +279,7 @@ def merge_drags(program: Program, pools: Pools, groups: Groups, phase: Any, g: A
         for j in range(touched):
             groups.load[np.uint64(groups.touched[j])] += more
         return touched
-    touched = _add_up(pools, groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
+    touched = _add_up(groups, phase, g, pools.drag_first, pools.drag_last, pools.drag, pools.drag_load)
     for j in range(touched):
         r = np.uint64(groups.touched[j])
         groups.load[r] = drag_seconds(program.rates, form, groups.load[r]) + more

@@ -98,7 +98,7 @@ def write(plan: Plan) -> Any:
         elif kind == RESULT:
             send(blocks, pools, state.forward, draft, segments, plan.filled, b)
         elif kind == READ:
-            read(blocks, plan.program, pools, state, draft, segments, plan.filled, b)
+            read(plan.program, pools, state, draft, segments, plan.filled, b)
         elif kind == UPDATE:
             update(blocks, plan.program, state, draft, segments, plan.new_segment, b)
         else:

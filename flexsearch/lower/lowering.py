@@ -15,6 +15,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
+from flexsearch.lower.bucket import bucket_of
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.order import Order, order_of
@@ -27,7 +28,7 @@ from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
 from flexsearch.lower.view import Communications, Rows, task_graph
-from flexsearch.strategy import OperatorConfig, Options, States, Strategy
+from flexsearch.strategy import OperatorConfig, Options, Sharding, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
@@ -73,12 +74,12 @@ class Lowered:
         """The rows as tasks."""
         return task_graph(self)
 
-    def added_before(self, weight: int) -> int:
-        """The block before which ranks add synchronised gradients to those of a weight: the update for one that they
-        keep whole (see ``lower.schedule``)."""
-        states, blocks = self.weights[weight].plan.states, self.plain_rows.blocks
-        bucket = int((blocks.each if states >= States.GRADIENTS else blocks.bucket)[weight])
-        return int(blocks.added_by[bucket]) if states > States.WHOLE else len(blocks.kind) - 1
+    def exchanged(self, weight: int) -> tuple[int, int]:
+        """The block that sends first phases of the gradients of a weight, and the one before which ranks add what all
+        phases bring, as ``Blocks.added`` says: the update for a weight that they keep whole."""
+        blocks, sharding = self.plain_rows.blocks, Sharding(self.weights[weight].plan.states).rank
+        bucket = bucket_of(blocks, sharding, weight)
+        return int(blocks.started_by[bucket]), int(blocks.added_by[bucket]) if sharding else len(blocks.kind) - 1
 
     @property
     def asynchronous(self) -> bool:

@@ -4,13 +4,24 @@ follow from them."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, ISSUE, RECOMPUTE, WAIT, Schedule, Segments
+from flexsearch.lower.rows import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    ISSUE,
+    RECOMPUTE,
+    SYNCHRONISE,
+    WAIT,
+    Schedule,
+    Segments,
+)
 from flexsearch.lower.taskgraph import Row
 
 Numbers = npt.NDArray[np.int64]
@@ -37,7 +48,8 @@ class Order:
     With several, devices go through their actions side by side. Once what a communication waits for is done it stands
     before the next computing of its senders, which may be of an earlier microbatch with smaller identities and must not
     hold it back; but activations and their gradients stand behind the actions of their receivers that come before the
-    one that waits for them, as far as that goes: they take no memory there until then.
+    one that waits for them, and gradients of weights behind what their receivers compute of the same action before, as
+    far as that goes: they take no memory there until then.
 
     By row: ``microbatch``, ``block``, ``communicates`` and ``number``, its identity; ``rank``, its place by that; of a
     computation its ``device`` and its ``step`` in the segments, of a communication -1 and its number in the segments;
@@ -77,6 +89,10 @@ class _Keys:
         own = np.where(self.once[block], 0, microbatch)
         return ((own * self.blocks + block) * 2 + communicates) * self.width + number
 
+    def of_microbatch(self, microbatch: int) -> int:
+        """How far the rows of a microbatch are behind those of the first."""
+        return microbatch * self.blocks * 2 * self.width
+
     def parts(self, key: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """The inverse of ``of``."""
         rest, number = np.divmod(key, self.width)
@@ -112,7 +128,7 @@ def order_of(rows: Scheduled) -> Order:
     following, followed = _followers(rows, keys, known)
     known = np.union1d(known, following)
     count = len(known)
-    device, step, launched, action = (np.full(count, fill, np.int64) for fill in (-1, -1, 0, 0))
+    device, step, launched, action, issued = (np.full(count, fill, np.int64) for fill in (-1, -1, 0, 0, -1))
     microbatch, block, communicates, number = keys.parts(known)
     sent = np.flatnonzero(communicates)
     step[sent] = rows.segments.communication_first[rows.segment[block[sent]]].astype(np.int64) + number[sent]
@@ -121,6 +137,7 @@ def order_of(rows: Scheduled) -> Order:
         np.maximum.at(launched, at, one.launched)
         computes = communicates[at] == 0
         device[at[computes]], step[at[computes]], action[at[computes]] = d, one.step[computes], one.action[computes]
+        np.maximum.at(issued, at[~computes], one.action[~computes])
     pairs = np.searchsorted(known, np.concatenate((*waiting, following))) * count
     pairs = np.unique(pairs + np.searchsorted(known, np.concatenate((*awaited, followed))))
     late, early = np.divmod(pairs, max(count, 1))
@@ -135,9 +152,15 @@ def order_of(rows: Scheduled) -> Order:
                 sending.receivers[c].append(d)
             for c, n in zip(sent.tolist(), after.tolist(), strict=True):
                 sending.holds[c][n] = None
-        action[np.isin(rows.schedule.kind[block], _PASSES, invert=True) & (communicates == 1)] = -1
-        turn = 2 * action + (communicates == 0) if several else np.zeros(count, np.int64)
-        rank = _sorted(turn.tolist(), device.tolist(), late, early, sending)
+        kind = rows.schedule.kind[block]
+        action[np.isin(kind, _PASSES, invert=True) & (communicates == 1)] = -1
+        turn, place = 2 * action + (communicates == 0) if several else np.zeros(count, np.int64), known.copy()
+        if several:  # gradients of weights stand where their block does, in the pass of the final microbatch if once
+            synchronises = (kind == SYNCHRONISE) & (communicates == 1)
+            turn[synchronises] = 2 * issued[synchronises] + 1
+            once = synchronises & (rows.schedule.once[block] == 1)
+            place[once] += keys.of_microbatch(int(rows.schedule.final[0]))
+        rank = _sorted(list(zip(turn.tolist(), place.tolist(), strict=True)), device.tolist(), late, early, sending)
         place = np.argsort(rank)
         pairs = np.sort(place[late] * count + place[early])
         late, early = np.divmod(pairs, max(count, 1))
@@ -213,15 +236,17 @@ class _Sending(NamedTuple):
     receivers: list[list[int]]
 
 
-def _sorted(turn: list[int], device: list[int], late: Numbers, early: Numbers, sending: _Sending) -> Numbers:
+def _sorted(
+    turn: Sequence[tuple[int, int]], device: list[int], late: Numbers, early: Numbers, sending: _Sending
+) -> Numbers:
     """Rows, given by rank, such that each comes behind those that it waits for; of those that can come next the one
-    with the smallest (turn, rank). Pairs: row ``late[k]`` waits for row ``early[k]``. A communication that can come
+    with the smallest turn, then rank. Pairs: row ``late[k]`` waits for row ``early[k]``. A communication that can come
     holds back what its senders compute next; it gives way, once, to others that hold back what its receivers compute
     in an earlier turn."""
     missing = np.bincount(late, minlength=len(turn)).tolist()
     by_awaited = np.argsort(early, kind="stable")
     readers, first = late[by_awaited].tolist(), np.searchsorted(early[by_awaited], np.arange(len(turn) + 1)).tolist()
-    heap: list[tuple[int, int]] = []
+    heap: list[tuple[tuple[int, int], int]] = []
     holders: list[dict[int, None]] = [{} for _ in turn]
     held: dict[int, int] = {}  # device -> what it computes next, if that is held back
     found: list[int] = []

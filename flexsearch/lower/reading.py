@@ -23,7 +23,7 @@ import numpy.typing as npt
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, ReadTable, State
+from flexsearch.lower.arrays import NOTHING, Pools, Program, ReadTable, State
 from flexsearch.lower.draft import Draft, Filled, add_link, add_step, close, new_stamp, open_communication
 from flexsearch.lower.rows import ISSUE, WAIT, Segments
 from flexsearch.lower.split import Split
@@ -93,9 +93,8 @@ def samples_of(
 
 @lean
 def read(
-    blocks: BlockTable, program: Program, pools: Pools, state: State, draft: Draft, segments: Segments, filled: Filled,
-    b: Any,
-) -> None:  # fmt: skip
+    program: Program, pools: Pools, state: State, draft: Draft, segments: Segments, filled: Filled, b: Any
+) -> None:
     """The rows of the block."""
     table, row = program.reading, ZERO
     depth = float(table.prefetch[0])

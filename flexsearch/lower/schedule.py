@@ -127,14 +127,14 @@ class Stages:
 @dataclass
 class Blocks:
     """The blocks of a graph under some options. By block: ``kind``, ``argument``, ``once``, ``last`` (see ``Schedule``;
-    the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it).
-    ``region``: by operator (see ``regions_of``). ``packs``: weights (by number) that are gathered together.
-    ``buckets``: weights of each bucket in the order of completion; ``sums``: which of them (ALL, ONCE, EACH);
-    ``added``: the block before which what it brings is added (NOBODY: the update). ``starts``, ``finishes``: by
-    SYNCHRONISE block, the bucket whose first and whose second phases it sends (NOBODY: none). ``forward``,
-    ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows the second, and is empty if
-    backward passes are whole; ``before``, ``after``: those that all devices run first and last,
-    once a step."""
+    the argument of a SYNCHRONISE block is its number among them), ``stage`` (NOBODY: all devices run it). ``region``:
+    by operator (see ``regions_of``). ``packs``: weights (by number) that are gathered together. ``buckets``: weights of
+    each bucket in the order of completion; ``sums``: which of them (ALL, ONCE, EACH); ``added``: the block before which
+    what it brings is added (NOBODY: the update), of the next microbatch if it does not come behind the one that sends
+    the bucket. ``starts``, ``finishes``: by SYNCHRONISE block, the bucket whose first and whose second phases it sends
+    (NOBODY: none). ``forward``, ``backward``, ``weight``: by stage, range of its blocks in that pass; the third follows
+    the second, and is empty if backward passes are whole; ``before``, ``after``: those that all devices run first and
+    last, once a step."""
 
     kind: list[int] = field(default_factory=list)
     argument: list[int] = field(default_factory=list)
@@ -272,7 +272,7 @@ def _add_gradients(
     """A stage's backward pass (with what is done ``again`` in it), or if that is None its half that makes gradients of
     weights only; with its synchronisation, a block of each bucket for each of ``sums``. Returns the buckets that are
     synchronised after all stages."""
-    late, before = [], dict.fromkeys(sums, NOBODY)
+    late, before, first = [], dict.fromkeys(sums, NOBODY), dict[int, int]()
     # Buckets that are not added yet, with the number of the row that completed them.
     sent: dict[int, list[tuple[int, int]]] = {which: [] for which in sums}
     for k, (i, complete) in enumerate(rows):
@@ -286,6 +286,7 @@ def _add_gradients(
                 continue
             for which in sums:
                 bucket = blocks.bucket(weights, which)
+                first.setdefault(which, len(blocks))
                 before_last = max((row for _, row in sent[which] if row < k), default=0)
                 while sent[which] and sent[which][0][1] < before_last:
                     blocks.added[sent[which].pop(0)[0]] = len(blocks)
@@ -294,8 +295,8 @@ def _add_gradients(
                 before[which] = bucket
     for which, bucket in before.items():
         if bucket != NOBODY:
-            for last, _ in sent[which]:
-                blocks.added[last] = len(blocks)
+            for last, _ in sent[which]:  # those of each microbatch move while the next one computes
+                blocks.added[last] = first[which] if which == EACH else len(blocks)
             blocks.synchronise(NOBODY, bucket, stage, repeated=which == EACH)
     return late
 

@@ -11,7 +11,7 @@ import numpy as np
 from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.graph import Flow
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
-from flexsearch.lower.bucket import bucket_of
+from flexsearch.lower.bucket import find_bucket
 from flexsearch.lower.change import ALWAYS, Change, Wiring, mark, mark_readers, miss, sends
 from flexsearch.lower.keys import HELD, LAYOUT, MISSING, PLAN, STEP, WEIGHT, Table, find
 from flexsearch.strategy import OVER_ALL, States
@@ -295,7 +295,7 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
     before, after = np.uint64(pools.plan_sync[old]), np.uint64(pools.plan_sync[new])
     if blocks.bucket[w] != NOTHING:
         for p, sync in ((old, before), (new, after)):
-            bucket = np.uint64(bucket_of(blocks, pools, p, w))
+            bucket = np.uint64(find_bucket(blocks, pools.plan_sharding[p], w))
             mark(change, blocks.started_by[bucket])
             if pools.reshard_middle[sync] < pools.reshard_last[sync]:
                 mark(change, blocks.finished_by[bucket])

@@ -24,8 +24,6 @@ from flexsearch.proof.bound import UPDATE_ROUNDING
 from flexsearch.proof.tables import NEVER
 from flexsearch.strategy import OperatorConfig, Options
 
-_bucket_of = getattr(bucket_of, "py_func", bucket_of)
-
 
 class Moved(NamedTuple):
     """What the reshard of an edge means to the devices at its ends. ``delays``: seconds from the end of the last task
@@ -191,7 +189,7 @@ class Samples:
         )
         if first == last:
             return []
-        bucket, syncs = int(_bucket_of(self.rows.table, pools, plan, weight)), []
+        bucket, syncs = int(bucket_of(self.rows.table, pools.plan_sharding[plan], weight)), []
         for x in range(first, middle):
             links, send, receive = np.zeros(self.resources), _list(pools, "send", x), _list(pools, "receive", x)
             rows = slice(int(pools.link_first[x]), int(pools.link_last[x]))

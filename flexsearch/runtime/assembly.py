@@ -13,10 +13,11 @@ from torch import Tensor
 from flexsearch.graph import Box, volume
 from flexsearch.graph.notation import intersect
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent, preferred, preferred_format
+from flexsearch.graph.ops.local import extent, preferred
+from flexsearch.graph.orders import Order
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Assemble, Keep, Slot, Transport, reshard_of
-from flexsearch.runtime.parts import slices
+from flexsearch.runtime.parts import slices, unflat
 from flexsearch.runtime.wire import Wire
 
 Values = list[Any]
@@ -96,12 +97,13 @@ def assemble(
         return _refilling(
             values, [(slot, _placing(step.destination[k].box, parts[k])) for k, slot in instruction.results.items()]
         )
-    # What arrives is packed in the order of the dimensions.
-    image = transport.purpose != "synchronise" and name_of_transport(lowered, transport) in pictures
+    # What arrives lies in this order, or in that of the dimensions.
+    name = None if transport.purpose == "synchronise" else name_of_transport(lowered, transport)
+    image, order = name in pictures, wire.lying.get(name or "")
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)
         box = step.destination[k].box
-        results.append((slot, take := _joined(box, pieces, dtype, wire.device, image)))
+        results.append((slot, take := _joined(box, pieces, dtype, wire.device, order)))
         alone = len(pieces) == 1 and pieces[0].box == box
         fresh = _true if not alone else _is_whole if pieces[0].arrived else _false
         sums.append(_Sum(slot, take, fresh, None if alone else _terms(box, pieces)))
@@ -220,12 +222,12 @@ def _pieces(
     return sorted(pieces, key=lambda piece: (piece.term, piece.box))
 
 
-def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, image: bool) -> Take:
-    """Sum of pieces placed in ``box``, in the order of their terms, so that all replicas agree to the bit. ``image``:
-    whether it lies in the memory format of images."""
-    shape = extent(box)
-    memory = preferred_format(len(shape), dtype, device) if image else torch.contiguous_format
-    takes = _terms(box, pieces)
+def _joined(
+    box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, order: Order | None
+) -> Take:  # fmt: skip
+    """Sum of pieces placed in ``box``, in the order of their terms, so that all replicas agree to the bit. ``order``:
+    in which its dimensions lie in memory."""
+    shape, takes = extent(box), _terms(box, pieces)
     if len(pieces) == 1 and pieces[0].box == box:
         return pieces[0].take
     if pieces and all(piece.box == box for piece in pieces):
@@ -248,14 +250,14 @@ def _joined(box: Box, pieces: Sequence[Piece], dtype: torch.dtype, device: torch
         place = _placing(box, pieces)
 
         def copied() -> Tensor:
-            result = torch.empty(shape, dtype=dtype, device=device, memory_format=memory)
+            result = unflat(torch.empty(volume(box), dtype=dtype, device=device), shape, order)
             place(result)
             return result
 
         return copied
 
     def summed() -> Tensor:
-        result = torch.empty(shape, dtype=dtype, device=device, memory_format=memory).zero_()
+        result = unflat(torch.zeros(volume(box), dtype=dtype, device=device), shape, order)
         for where, take in takes:
             (result if where is None else result[where]).add_(take())
         return result

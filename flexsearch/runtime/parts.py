@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexsearch.graph import Box, volume
+from flexsearch.graph.images import images
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.ops.local import extent, preferred_format
+from flexsearch.graph.ops.local import preferred_format
+from flexsearch.graph.orders import CHANNELS_LAST, Order, orders
 from flexsearch.lower import Communication, Lowered, Move
 
 Action = Callable[[], None]
@@ -36,18 +38,27 @@ def slices(held: Box, wanted: Box) -> tuple[slice, ...] | None:
     return tuple(slice(w[0] - h[0], w[1] - h[0]) for h, w in zip(held, wanted, strict=True))
 
 
-def flat(tensor: Tensor, image: bool) -> Tensor:
+def lying(lowered: Lowered, device: torch.device) -> dict[str, Order]:
+    """In which order the dimensions of tensors and of their gradients lie in memory, where that is not their own: they
+    go in it, so that neither side copies."""
+    graph = lowered.graph
+    found = orders(graph)
+    for name in images(graph):
+        if preferred_format(4, dtype_of(graph.tensor[name].dtype), device) == torch.channels_last:
+            found[name] = CHANNELS_LAST
+    return found
+
+
+def flat(tensor: Tensor, order: Order | None) -> Tensor:
     """A region as it lies in a flat buffer: a view if its memory is in that order."""
-    return (tensor.permute(0, 2, 3, 1) if image else tensor).reshape(-1)
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
-def unflat(buffer: Tensor, box: Box, image: bool) -> Tensor:
-    """View of a part of a flat buffer as the region ``box``."""
-    shape = extent(box)
-    if not image:
+def unflat(buffer: Tensor, shape: Sequence[int], order: Order | None) -> Tensor:
+    """View of a flat buffer, or of a part of one, as a region of that shape."""
+    if order is None:
         return buffer.view(shape)
-    samples, channels, height, width = shape
-    return buffer.view(samples, height, width, channels).permute(0, 3, 1, 2)
+    return buffer.view([shape[d] for d in order]).permute([order.index(d) for d in range(len(order))])
 
 
 class Part(NamedTuple):
@@ -73,8 +84,8 @@ class Plan:
     an all-gather in one call: the parts that this rank sends to all, under its own number, and to receive by peer, in
     flat buffers of ``block`` elements, one for each device. Of a sum (an all-reduce, or a reduce-scatter in one call):
     the parts that it ``adds`` to regions of a flat buffer of ``length`` elements, with each of these regions; and by
-    (member, box) the ``totals`` that it gets, in what the call returns. ``images``: members whose regions lie in flat
-    buffers with the channels last, as in the tensors that they are cut from, so that neither side copies.
+    (member, box) the ``totals`` that it gets, in what the call returns. ``orders``: of members whose regions lie in
+    flat buffers in another order of dimensions than theirs (``lying``).
     ``copied_bytes``: copies of so many do not matter to the memory of any of the devices.
     """
 
@@ -88,7 +99,7 @@ class Plan:
     regions: list[Region] = field(default_factory=list)
     length: int = 0
     block: int = 0
-    images: Collection[int] = ()
+    orders: Mapping[int, Order] = field(default_factory=dict)
     copied_bytes: int = 0
 
     def messages(self, parts: Sequence[Part]) -> list[list[Part]]:
@@ -118,14 +129,15 @@ class Arrival(NamedTuple):
 
 
 def plan_of(
-    lowered: Lowered, what: Communication, rank: int, pictures: Collection[str], device: torch.device
-) -> Plan:  # fmt: skip
-    """The part of ``rank`` in a communication. ``pictures``: tensors in the memory format of images."""
+    lowered: Lowered, what: Communication, rank: int, by_name: Mapping[str, Order]
+) -> Plan:
+    """The part of ``rank`` in a communication. ``by_name``: how tensors are ``lying``."""
     first = what.members[0].key
     name = lowered.weights[first].tensor if what.purpose == "synchronise" else lowered.edges[first].tensor
     plan = Plan(what, dtype_of(lowered.graph.tensor[name].dtype))
-    if what.purpose != "synchronise" and preferred_format(4, plan.dtype, device) == torch.channels_last:
-        plan.images = {m for m, member in enumerate(what.members) if lowered.edges[member.key].tensor in pictures}
+    if what.purpose != "synchronise":
+        names = [lowered.edges[member.key].tensor for member in what.members]
+        plan.orders = {m: by_name[name] for m, name in enumerate(names) if name in by_name}
     if what.form == "all_reduce":
         _plan_all_reduce(plan, rank)
     elif what.sums:

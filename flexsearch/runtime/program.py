@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 
 from flexsearch.lower import Communication, Lowered, TaskKind
-from flexsearch.lower.arrays import sent_each
 from flexsearch.runtime.emitter import Emitter
 from flexsearch.runtime.fusion import Fusion
 from flexsearch.runtime.instructions import (
@@ -55,8 +54,6 @@ class _Compiler(Emitter):
         """Communications that are issued."""
         self.issued: list[Transport] = []
         """Synchronisation of gradients that this device has made, all of whose communication with it is issued."""
-        self._sends = set(sent_each(lowered.plain_rows.blocks).values())
-        """Blocks that send gradients of each microbatch."""
         self.weight_of = {weight.tensor: w for w, weight in enumerate(lowered.weights)}
         self.fetched: dict[str, int] = {}
         """Buffer -> the microbatch that has read it last."""
@@ -318,24 +315,33 @@ class _Compiler(Emitter):
                     self._deliver_one(Transport("synchronise", w, m))
 
     def _deliver_earlier(self, following: Transport | None, task: int) -> None:
-        """Add gradients of which this device has issued all, before it does ``task``: those that are to be added before
-        the block of the task, or before one of another microbatch's pass that is over, if all ranks have issued them
-        in earlier ones; and if it synchronises, as ``following``, those of the same weight or another one and an
-        earlier microbatch. Their buffers would else wait for the update."""
-        rows, place = self.lowered.tasks.identity, self.transports.place
-        at, update = rows[task], len(self.lowered.plain_rows.blocks.kind) - 1
+        """Add gradients of which this device has issued all, before it does ``task``: those that are due, and if it
+        synchronises, as ``following``, those of the same weight and an earlier microbatch. Their buffers would else
+        wait for the update."""
         for transport in [t for t in self.issued if t != following]:
-            end, added = self.transports.ends[transport], self.lowered.added_before(transport.key)
-            if transport.microbatch == at.microbatch:
-                over = rows[end].block < at.block and added <= at.block
-            else:  # what is added behind all that its stage sends waits for the first that this one sends
-                over = following is not None or added in self._sends
-            over = over and added < update and place[end] < place[task]
-            if (following is None or transport.key != following.key) and not over:
+            if (following is None or transport.key != following.key) and not self._is_due(transport, task):
                 continue
             self.issued.remove(transport)
             if self.fusion.arrives(transport):
                 self._deliver_one(transport)
+
+    def _is_due(self, transport: Transport, task: int) -> bool:
+        """Whether gradients that all ranks have issued before ``task`` are added before it: the block before which
+        they are is no later, or the pass that it belongs to is over."""
+        lowered, place, end = self.lowered, self.transports.place, self.transports.ends[transport]
+        rows, stage, (sent, added) = lowered.tasks.identity, lowered.rows.blocks.stage, lowered.exchanged(transport.key)
+        if added == len(lowered.plain_rows.blocks.kind) - 1 or place[end] > place[task]:
+            return False
+        at = rows[task]
+        same = self._pass_of(sent, transport.microbatch) == self._pass_of(at.block, at.microbatch)
+        if added <= sent:  # in the next microbatch
+            return not same and added <= at.block and bool(stage[added] == stage[at.block])
+        return not same or (rows[end].block < at.block and added <= at.block)
+
+    def _pass_of(self, block: int, microbatch: int) -> int:
+        """The microbatch in whose pass a block stands: of what the last pass ends with, the final one."""
+        schedule = self.lowered.rows.schedule
+        return int(schedule.final[0]) if schedule.last[block] else microbatch
 
     def _deliver_one(self, transport: Transport) -> None:
         if not self.once(("deliver", transport)):

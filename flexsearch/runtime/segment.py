@@ -207,25 +207,28 @@ class SegmentRunner:
     def _watched(
         self, body: Body, leaves: Sequence[Tensor], end: int, exported: Collection[int]
     ) -> tuple[Sequence[Any], list[int], list[int]]:
-        """What the operators' body gives; those leaves whose memory autograd does not keep for the backward pass,
-        though a leaf itself lives as long as the graph; and those of the results ``exported`` that are a part of a
-        memory that nothing else keeps, and so get one of their own. Weights that are stored whole live anyway. ``end``:
-        where the lists of what is saved aside and otherwise are, if there are any; leaves that are in the first alone
-        are ``self.aside``."""
-        kept: set[int] = set()
+        """What the operators' body gives; those leaves that autograd does not keep for the backward pass, though a leaf
+        itself lives as long as the graph: views of one that are kept hold its memory as long as they are needed; and
+        those of the results ``exported`` that are a part of a memory that nothing else keeps, and so get one of their
+        own. Weights that are stored whole live anyway. ``end``: where the lists of what is saved aside and otherwise
+        are, if there are any; leaves that are in the first alone are ``self.aside``."""
+        kept, kept_leaves = set[int](), set[_Geometry]()
 
         def pack(tensor: Tensor) -> Tensor:
             kept.add(tensor.untyped_storage()._cdata)
+            kept_leaves.add(_geometry(tensor))
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             computed = body(*leaves)
-        kept.update(tensor.untyped_storage()._cdata for others in computed[end + 1 :] for tensor in others)
+        for tensor in (tensor for others in computed[end + 1 :] for tensor in others):
+            pack(tensor)
         moving = [k for k in self.tracked if k not in self.stored]
-        moving = [k for k in moving if leaves[k].untyped_storage()._cdata not in kept]
-        aside = {tensor.untyped_storage()._cdata for saved in computed[end : end + 1] for tensor in saved}
-        self.aside = [k for k in moving if leaves[k].untyped_storage()._cdata in aside]
-        kept |= aside | {leaves[k].untyped_storage()._cdata for k in range(len(leaves)) if k not in self.activations}
+        moving = [k for k in moving if _geometry(leaves[k]) not in kept_leaves]
+        aside = {_geometry(tensor) for saved in computed[end : end + 1] for tensor in saved}
+        self.aside = [k for k in moving if _geometry(leaves[k]) in aside]
+        kept |= {memory for memory, *_ in aside}
+        kept |= {leaves[k].untyped_storage()._cdata for k in range(len(leaves)) if k not in self.activations}
         read = Counter[int]()
         for k in exported:
             read[computed[k].untyped_storage()._cdata] += computed[k].nbytes
@@ -312,6 +315,15 @@ class SegmentRunner:
                     del made, gradients  # before the next layer's are made
 
         return run
+
+
+_Geometry = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def _geometry(tensor: Tensor) -> _Geometry:
+    """Which part of which memory a tensor is, and how it lies there: the same for a leaf and what autograd saves of it,
+    not for other views."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _is_activation(lowered: Lowered, value: Key) -> bool:

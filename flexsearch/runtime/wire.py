@@ -21,8 +21,8 @@ from torch import Tensor
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, volume
-from flexsearch.graph.images import images
 from flexsearch.graph.ops.local import extent
+from flexsearch.graph.orders import Order
 from flexsearch.lower import Communication, Lowered, Move
 from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
@@ -30,7 +30,7 @@ from flexsearch.runtime.faults import lost
 from flexsearch.runtime.group import directions
 from flexsearch.runtime.instructions import Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
-from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, plan_of, slices, unflat
+from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, lying, plan_of, slices, unflat
 
 _groups: dict[tuple[dist.ProcessGroup | None, tuple[int, ...]], dist.ProcessGroup] = {}
 
@@ -47,9 +47,9 @@ def _nothing() -> None:
     """Nothing."""
 
 
-def _region(values: list[Any], slot: int, peer: int, part: Part, image: bool) -> Callable[[], Tensor]:
-    first, last, box = part.offset, part.offset + volume(part.move.box), part.move.box
-    return lambda: unflat(values[slot].buffers[peer][first:last], box, image)
+def _region(values: list[Any], slot: int, peer: int, part: Part, order: Order | None) -> Callable[[], Tensor]:
+    first, last, shape = part.offset, part.offset + volume(part.move.box), extent(part.move.box)
+    return lambda: unflat(values[slot].buffers[peer][first:last], shape, order)
 
 
 def _alike(plan: Plan) -> list[tuple[list[int], list[Part]]]:
@@ -79,14 +79,14 @@ class Wire:
         self.eager = dist.get_backend() == "gloo"
         self.plans: dict[int, Plan] = {}
         self._ways = directions(lowered.topology, timeout_s)
-        pictures, ahead = images(lowered.graph), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
+        self.lying, ahead = lying(lowered, device), [ahead_bytes(lowered, d) for d in range(dist.get_world_size())]
         for task, what in enumerate(lowered.tasks.communication):
             if what is not None:
                 if what.one_call:
                     # Every rank makes every group, in the order of the task graph, as torch.distributed requires.
                     process_group(what.devices, timedelta(seconds=timeout_s))
                 if rank in what.devices:
-                    self.plans[task] = plan_of(lowered, what, rank, pictures, device)
+                    self.plans[task] = plan_of(lowered, what, rank, self.lying)
                     self.plans[task].copied_bytes = min(ahead[d] for d in what.devices)
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
@@ -213,15 +213,16 @@ class Wire:
             member = plan.what.members[part.member]
             entry = member.reshard.phases[member.phase].source[part.move.source]
             slot = instruction.sources[part.member][part.move.source]
-            pieces.append((slot, slices(entry.box, part.move.box), volume(part.move.box), part.member in plan.images))
+            order = plan.orders.get(part.member)
+            pieces.append((slot, slices(entry.box, part.move.box), volume(part.move.box), order))
         dtype, device = plan.dtype, self.device
 
-        def piece(slot: int, where: tuple[slice, ...] | None, count: int, image: bool) -> Tensor:
+        def piece(slot: int, where: tuple[slice, ...] | None, count: int, order: Order | None) -> Tensor:
             tensor: Tensor | None = values[slot]
             if tensor is None:  # the loss does not depend on it
                 return torch.zeros(count, dtype=dtype, device=device)
             tensor = tensor.detach()
-            return flat((tensor if where is None else tensor[where]).to(dtype), image)
+            return flat((tensor if where is None else tensor[where]).to(dtype), order)
 
         def run() -> Tensor:
             packed = piece(*pieces[0]).contiguous() if len(pieces) == 1 else torch.cat([piece(*p) for p in pieces])
@@ -246,7 +247,7 @@ class Wire:
         for k, parts in enumerate(self.plans[task].receives.values()):
             for part in parts:
                 if part.member == member:
-                    result.append((part.move, _region(values, slot, k, part, member in self.plans[task].images)))
+                    result.append((part.move, _region(values, slot, k, part, self.plans[task].orders.get(member))))
         return result
 
     def end(self) -> None:

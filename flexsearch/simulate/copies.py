@@ -9,6 +9,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
+from flexsearch.lower.bucket import find_bucket
 from flexsearch.lower.footprints import (
     ALIASED,
     OWN,
@@ -21,6 +22,7 @@ from flexsearch.lower.footprints import (
     Landings,
 )
 from flexsearch.lower.interned import entries_of
+from flexsearch.lower.schedule import ONCE
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     ALONE,
@@ -39,10 +41,6 @@ from flexsearch.simulate.spans import (
     end_of,
     prolong,
 )
-from flexsearch.strategy import OVER_ALL, States
-
-OF_EACH = np.uint32(States.GRADIENTS * OVER_ALL)
-"""Least ``sharding`` of weights whose gradients are synchronised for each microbatch."""
 
 
 @lean
@@ -263,24 +261,24 @@ def land(
 
 class Exchanged(NamedTuple):
     """When a weight's gradients are exchanged: moments at which the first phase is ``sent`` and the second ``again``,
-    and at which what they bring is ``used``; in the next microbatch if it is ``carried`` over."""
+    and at which what they bring is ``used``; in the next microbatch if it is ``carried`` over. ``summed``: they are
+    summed over the microbatches before."""
 
     sent: Any
     again: Any
     used: Any
     carried: Any
+    summed: Any
 
 
 @lean
-def exchanged(units: Units, w: Any, sharding: Any) -> Any:
-    """``Exchanged`` of weight ``w``."""
-    each = sharding >= OF_EACH
-    sent = TWO * np.uint64(units.each_block[w] if each else units.sync_block[w]) + ONE
-    again = TWO * np.uint64(units.each_second[w] if each else units.second_block[w]) + ONE
-    used = TWO * np.uint64(units.each_added[w] if each else units.added_block[w])
-    if sharding == 0:
-        used = TWO * np.uint64(units.update_block[0])
-    return Exchanged(sent, again, used, used < sent)
+def exchanged(sources: Sources, plan: Any, w: Any) -> Any:
+    """``Exchanged`` of weight ``w``, which is trained, under a plan of it."""
+    blocks, sharding = sources.blocks, sources.pools.plan_sharding[plan]
+    bucket = np.uint64(find_bucket(blocks, sharding, w))
+    sent, again = np.uint64(blocks.started_by[bucket]), np.uint64(blocks.finished_by[bucket])
+    used = np.uint64(blocks.added_by[bucket] if sharding > 0 else sources.units.update_block[0])
+    return Exchanged(TWO * sent + ONE, TWO * again + ONE, TWO * used, used <= sent, blocks.sums[bucket] == ONCE)
 
 
 @lean

@@ -14,7 +14,8 @@ last moment, both included. These are the spans:
   is gathered once, for both directions. A part cut from what the device stores is a view and takes nothing.
 - An **output**: from the forward that makes it to the last of: its readers' forwards; the backwards that use it
   (``saved_tensors``); the communication that sends it, which lets go of it when it has been issued. What an operator
-  saves besides lives from its forward to its backward. An output that is its input's memory (a view) has no span of its
+  saves besides lives from its forward to its backward. What attention on a CPU makes wider is there while it computes,
+  in each pass (``graph.ops.zeros``). An output that is its input's memory (a view) has no span of its
   own: what uses it prolongs the input's.
 - A **copy** in another layout: from the communication that brings it (or from the forward, if it is cut from what the
   device has) to the last reader's use, as above. Where a device gets exactly what it has, there is none, and readers
@@ -77,11 +78,13 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, ZERO, lean
 from flexsearch.graph.ops.formats import takes_copy
+from flexsearch.graph.ops.zeros import backward_elements, forward_elements, parts_of
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.change import ALWAYS
 from flexsearch.lower.footprints import ALIASED, RECEIVES, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
+    Exchanged,
     arrives_in_parts,
     differentiate,
     distribute,
@@ -118,6 +121,8 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import OVER_ALL, States
 
 _takes_copy = lean(takes_copy)
+_parts_of, _forward_elements = lean(parts_of), lean(forward_elements)
+_backward_elements = lean(backward_elements)
 _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 
 
@@ -291,6 +296,22 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         more = besides(units, producer, elements, itemsize)
         if more > 0 and saved > now:
             add(spans, d, more, ACTIVATIONS, now, saved)
+        if units.widens[producer] == 1 and units.cpu[d] == 1:
+            q, k = _read_elements(sources, config, ZERO, row), _read_elements(sources, config, ONE, row)
+            if q > elements:
+                parts = _parts_of(q * itemsize)
+                add(spans, d, _forward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, now, now)
+                if back > now:
+                    at = TWO * np.uint64(units.backward_block[producer])
+                    add(spans, d, _backward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, at, at)
+
+
+@lean
+def _read_elements(sources: Sources, config: Any, position: Any, row: Any) -> Any:
+    """Elements of an operand that a row of a config reads."""
+    layouts, pools = sources.layouts, sources.pools
+    layout = np.uint64(pools.layout[np.uint64(pools.config_reads[config]) + position])
+    return layouts.volume[np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[layout])]) + row]
 
 
 @lean
@@ -375,7 +396,9 @@ def _hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
-    before, when = ZERO, exchanged(units, w, sharding)
+    before, when = ZERO, Exchanged(ZERO, ZERO, ZERO, False, False)
+    if trained:
+        when = exchanged(sources, p, w)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
@@ -400,13 +423,12 @@ def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: S
     microbatches. If what is received is used in the next microbatch and there is one stage, the message is under way
     until then."""
     landings, units = sources.landings, sources.units
-    summed = when.sent != TWO * np.uint64(units.each_block[w]) + ONE
     alone = when.carried and units.several[0] == 0
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
         if handle > ZERO:
-            if role & SENDS or (summed and role & ALIASED == 0):
+            if role & SENDS or (when.summed and role & ALIASED == 0):
                 prolong(spans, handle, when.sent)
             elif role & ALIASED == 0:
                 prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import lean
+from flexsearch.compiled import ONE, lean
 from flexsearch.lower.arrays import NOTHING, Pools, State
 from flexsearch.lower.interned import Interned, entries_of
 from flexsearch.simulate.lifetimes import besides
@@ -37,6 +37,11 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
         elements = _most_elements(sources.layouts, np.uint64(pools.layout[at]))
         more = elements * units.itemsize[t] + besides(units, producer, elements, units.itemsize[t])
+        if units.widens[producer] == 1:  # at most 3 (q + k) elements in each pass
+            reads = np.uint64(pools.config_reads[np.uint64(state.config[producer])])
+            queries = _most_elements(sources.layouts, np.uint64(pools.layout[reads]))
+            keys = _most_elements(sources.layouts, np.uint64(pools.layout[reads + ONE]))
+            more += np.int64(6) * (queries + keys) * units.itemsize[t]
         for k in range(np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])):
             more += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
         for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):

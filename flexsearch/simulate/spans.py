@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.graph import Flow
-from flexsearch.lower.arrays import Pools, Program
+from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.footprints import Landings
 from flexsearch.lower.interned import Interned
@@ -38,27 +38,23 @@ class Units(NamedTuple):
     By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
     whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
     a view (``is_view``), and the gradient of that one of an operand, too (``hands_on``); bytes saved besides for each
-    element (``extra``), and half elements (``halves``). By weight: ``weight_itemsize``; ``state_bytes``, that the
-    optimizer keeps for each element; ``sync_block`` and ``second_block``, where the phases of its synchronisation are
-    issued, and ``added_block``, before which what it brings is added if it is kept in parts; ``each_block``,
-    ``each_second`` and ``each_added``, those of one for every microbatch (the same where there is no other), the last
-    of the next microbatch where it comes before the first; ``shared``: whether others are in its bucket (ALONE,
-    CUT_FIRST, CUT_LATER). By tensor at hand: its readers' slots (``reader``), ``at_hand_itemsize``, whether a device
-    reads it as an image (``at_hand_image``, by tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``,
-    rows from the first microbatch of the batch to the last one (0: it does not run over samples), ``at_hand_bytes``,
-    the most with copies, the ``part`` of memory that it belongs to.
+    element (``extra``), and half elements (``halves``); whether it ``widens`` narrow values, on devices that are a
+    ``cpu``. By weight: ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element; ``shared``:
+    whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its readers' slots (``reader``),
+    ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor and device;
+    ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the last one (0: it
+    does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that it belongs to.
     ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
-    ``result_block``: (1,), where the loss is sent. By operator:
-    ``forward_block``, ``backward_block`` (the forward one if there is none), ``weight_block``, where it is done with
-    what it saved and with the gradients of its outputs (the backward one if its backward pass is whole),
-    ``recompute_block`` and ``region`` (NOTHING: it is not computed again); by slot: until when autograd keeps
-    the weight that it reads (``keeps_weight``), and the slot whose gradient alone what it reads is kept for
-    (``only_gradient``; NOTHING: there are others, or none); by operator without weights that has one, the slot whose
-    gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
+    ``result_block``: (1,), where the loss is sent. By operator: ``forward_block``, ``backward_block`` (the forward one
+    if there is none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the
+    backward one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again);
+    by slot: until when autograd keeps the weight that it reads (``keeps_weight``), and the slot whose gradient alone
+    what it reads is kept for (``only_gradient``; NOTHING: there are others, or none); by operator without weights that
+    has one, the slot whose gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
     ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
-    together there. By block: ``ready``, the
-    moment at which what its computing needs is put together: that before, if every microbatch runs the block there.
+    together there. By block: ``ready``, the moment at which what its computing needs is put together: that before, if
+    every microbatch runs the block there.
     """
 
     root: U8
@@ -81,13 +77,9 @@ class Units(NamedTuple):
     hands_on: U8
     extra: I64
     halves: I64
+    widens: U8
+    cpu: U8
     weight_itemsize: I64
-    sync_block: U32
-    second_block: U32
-    added_block: U32
-    each_block: U32
-    each_second: U32
-    each_added: U32
     shared: U8
     reader_first: U32
     reader_last: U32
@@ -150,6 +142,7 @@ class Sources(NamedTuple):
     """What spans are worked out from, besides a plan's ``State``: what no config changes, and all templates."""
 
     units: Units
+    blocks: BlockTable
     wiring: Wiring
     program: Program
     pools: Pools

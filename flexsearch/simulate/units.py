@@ -16,7 +16,8 @@ from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
-from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State, sent_each
+from flexsearch.graph.ops.zeros import widens
+from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
@@ -54,8 +55,9 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     kinds_of = [device.kind for device in topology.devices]
     units = make_units(graph, rows.wiring, rows.table, rows.options, shift, int(schedule.microbatches[0]), kinds_of)
     sources = Sources(
-        units, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool, rows.templates.landings
-    )
+        units, rows.table, rows.wiring, rows.program, rows.templates.pools, rows.lowering.layouts.pool,
+        rows.templates.landings,
+    )  # fmt: skip
     devices, blocks = len(topology.devices), len(schedule.kind)
     kinds = {1: 1, 2: 3}.get(int(schedule.microbatches[0]), 4)  # microbatches whose cells differ (``which_cells``)
     chunk_of, chunk_first = _chunks(schedule, blocks)
@@ -134,7 +136,6 @@ def make_units(
     tensors = activations | weights | at_hand
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
-    once, each = _synchronised(table, last)
     pictures = _images(graph, at_hand, devices)
     shifts, nbytes = _fed(graph, at_hand, shift, copied := [bool(row.any()) for row in pictures])
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
@@ -151,9 +152,10 @@ def make_units(
         output_gradient=_of_outputs(graph, slot, alone),
         is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
         extra=_sizes(r.extra for r in rules), halves=_sizes(r.halves for r in rules),
+        widens=_flags(widens(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators),
+        cpu=_flags(device == "cpu" for device in devices),
         weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
-        sync_block=once[0], second_block=once[1], added_block=once[2], each_block=each[0], each_second=each[1],
-        each_added=each[2], shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
+        shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
@@ -210,32 +212,6 @@ def _fed(
         copies = len(graph.consumers[name]) * tensor.nbytes if pictured else 0
         nbytes.append(tensor.nbytes * (length + shifts[-1]) // length + copies)
     return _sizes(shifts), _sizes(nbytes)
-
-
-def _synchronised(table: BlockTable, last: int) -> tuple[list[Numbers], list[Numbers]]:
-    """Blocks that begin, end and add the synchronisation of each weight: what is sent once, and for each microbatch;
-    the ``last`` one where nothing is."""
-    trained = table.bucket != NOTHING
-    columns = (table.started_by, table.finished_by, table.added_by)
-    once, each = ([np.full(len(trained), last, np.uint32) for _ in columns] for _ in range(2))
-    for buckets, into in ((table.bucket, once), (table.each, each)):
-        for blocks, column in zip(into, columns, strict=True):
-            blocks[trained] = column[buckets[trained]]
-    _carry_over(table, each[2])
-    return once, each
-
-
-def _carry_over(table: BlockTable, added: Numbers) -> None:
-    """What is sent for each microbatch and ``added`` (by weight) behind all that its stage sends is added where the
-    stage sends its first bucket for the next one."""
-    started = sent_each(table)
-    first: dict[int, int] = {}
-    for block in started.values():
-        stage = int(table.stage[block])
-        first[stage] = min(block, first.get(stage, block))
-    for w, block in started.items():
-        if int(added[w]) not in started.values():
-            added[w] = first[int(table.stage[block])]
 
 
 def _unpacked(

@@ -57,7 +57,7 @@ def check_schedule(kind: ScheduleKind, held: Sequence[Sequence[int]], microbatch
     stages = 1 + max(stage for row in held for stage in row)
     _check_placement(kind, held, stages)
     if kind in ("interleaved-1f1b", "zero-bubble"):
-        microbatches_of_a_round(kind, len(held), microbatches)
+        _check_rounds(kind, len(held), microbatches)
     if kind == "dualpipe-v" and microbatches < stages:
         raise StrategyError(
             f"microbatches: dualpipe-v cannot run {microbatches} microbatches through {stages} stages",
@@ -86,9 +86,13 @@ def _check_placement(kind: ScheduleKind, held: Sequence[Sequence[int]], stages: 
         raise StrategyError(f"schedule: {kind} cannot run the stages {rows}", remedy)
 
 
-def microbatches_of_a_round(kind: ScheduleKind, ranks: int, microbatches: int) -> int:
-    """Microbatches that pass one stage of a rank before the next stage has its turn. Raises StrategyError unless
-    rounds are equal."""
+def length_of_a_round(ranks: int, microbatches: int) -> int:
+    """Microbatches that pass one stage of a rank before the next stage has its turn, of a looped schedule."""
+    return microbatches // max(1, microbatches // ranks)
+
+
+def _check_rounds(kind: ScheduleKind, ranks: int, microbatches: int) -> None:
+    """Raise StrategyError unless rounds are equal."""
 
     def fits(count: int) -> bool:
         return count % max(1, count // ranks) == 0
@@ -100,4 +104,3 @@ def microbatches_of_a_round(kind: ScheduleKind, ranks: int, microbatches: int) -
             f"microbatches: {kind} cannot run {microbatches} microbatches on {ranks} groups of devices",
             f"Use {fewer} or {more} microbatches; a multiple of {ranks} always fits.",
         )
-    return microbatches // max(1, microbatches // ranks)

@@ -2,8 +2,8 @@
 
 The kernel that saves no scores takes values as wide as queries: zeros are put behind them. What is kept for the
 backward pass has none, which is what ``saved_tensors`` says; it puts them there again. Samples (of one sample: heads)
-are computed part by part, so that only a part has zeros at a time: the account of memory has none. The kernel is
-private to PyTorch; where a version has none, callers put the zeros there themselves.
+are computed part by part, so that only a part has zeros at a time (``zeros``). The kernel is private to PyTorch; where
+a version has none, callers put the zeros there themselves.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PARTS = 8
-"""At most so many parts are computed one after the other."""
-PART_BYTES = 1 << 17
-"""Least bytes of a part's queries: each part costs about 60 us, of 1 to 2 ms."""
+from flexsearch.graph.ops.zeros import parts_of
+
 _NAME = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -48,11 +46,9 @@ def _widened(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _parts(q: Tensor) -> list[tuple[slice, ...]]:
-    """Which samples or heads are computed together: enough for all threads. Two parts would save nothing, as the
-    gradients of one part are there beside those of all."""
+    """Which samples or heads are computed together: enough for all threads."""
     dimension = int(q.shape[0] == 1)
-    pairs = q.shape[0] * q.shape[1]
-    count = min(PARTS, q.shape[dimension], q.nbytes // PART_BYTES, pairs // torch.get_num_threads())
+    count = min(parts_of(q.nbytes), q.shape[dimension], q.shape[0] * q.shape[1] // torch.get_num_threads())
     size = -(-q.shape[dimension] // (count if count > 2 else 1))
     rows = (slice(k, k + size) for k in range(0, q.shape[dimension], size))
     return [(slice(None),) * dimension + (row,) for row in rows]

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from flexsearch.cost.communication import Transfer
 from flexsearch.graph.piece import chunks
+from flexsearch.lower.actions import in_flight
 from flexsearch.search.constants import PENALTY
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.layout import Layout
@@ -318,14 +319,6 @@ def _running(layout: Layout, parts: Parts, forward: Values, backward: Values) ->
 
 def _in_flight(layout: Layout) -> Values:
     """By rank, microbatches whose activations it keeps at a time, in those of all its stages."""
-    count, ranks, chunks = layout.microbatches, layout.pipeline, layout.chunks
-    if ranks == 1:
+    if layout.pipeline == 1:
         return np.ones(1)
-    behind = np.arange(ranks - 1.0, -1.0, -1.0)
-    if layout.schedule in ("gpipe", "breadth-first"):
-        return np.full(ranks, float(count))
-    if layout.schedule in V_KINDS:
-        return np.full(ranks, float(min(count, ranks + 0.5 * (layout.schedule == "dualpipe-v"))))
-    ahead = behind + 1.0 if chunks == 1 else (2.0 * behind + (chunks - 1) * ranks + 1.0) / chunks
-    found: Values = np.minimum(float(count), ahead)
-    return found
+    return np.array(in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches))
