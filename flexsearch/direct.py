@@ -8,7 +8,7 @@ more. A direct function remembers by the kinds of its arguments which machine co
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numba
 import numpy as np
@@ -34,7 +34,7 @@ class _Direct:
         self._entries: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        kinds = tuple([_kind(argument) for argument in arguments])
+        kinds = tuple(map(_kind, arguments))
         if (entry := self._entries.get(kinds)) is not None:
             return entry(*arguments)
         result = self._function(*arguments)  # compiles it, if need be
@@ -49,7 +49,11 @@ def _kind(argument: Any) -> Any:
     kind = type(argument)
     if kind is np.ndarray:
         return argument.dtype.num, argument.ndim, argument.flags.num  # bits: contiguous, aligned, writeable
-    if not issubclass(kind, tuple):
-        return kind
+    if (is_record := _RECORDS.get(kind)) is None:
+        is_record = _RECORDS[kind] = issubclass(kind, tuple)
     # Of a packed record: there is one object for each type, which lives on; its own hash is slow, in Python.
-    return id(argument.packed_type)
+    return id(argument.packed_type) if is_record else kind
+
+
+_RECORDS: Final[dict[type, bool]] = {}
+"""By type of an argument, whether it is a packed record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,6 +99,26 @@ def test_every_move_proposes_legal_configs(graph: OperatorGraph, move: str) -> N
     for _, (_, changes) in zip(range(60), drawing.of(move), strict=False):
         changed += any(start[i] != config for i, config in changes.items())
     assert changed > 10
+
+
+@pytest.mark.parametrize("graph", [cnn(), transformer(layers=2), recurrent()], ids=lambda g: g.name)
+def test_a_move_asks_once_for_a_candidate_and_all_that_follows_it(graph: OperatorGraph) -> None:
+    topology = two_servers_of_four()
+    start = Space(graph, topology).random_plan(np.random.Generator(np.random.PCG64(5)))
+    drawing, asked = Drawing(graph, topology, start, coarse=False), list[int]()
+    requests = drawing.chain._requests
+    supply, deep = requests.supply, 0
+
+    def counted(*arguments: Any) -> None:
+        asked.append(1)
+        supply(*arguments)
+
+    requests.supply = counted  # type: ignore[method-assign]
+    for _, (_, changes) in zip(range(40), drawing.of("group"), strict=False):
+        assert len(asked) <= 1
+        deep += len(asked) == 1 and len(changes) > 2
+        asked.clear()
+    assert deep > 0
 
 
 def test_members_of_a_class_get_configs_in_turn() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from flexsearch.cost.efficiency import Product, product_of
 from flexsearch.cost.profile import Work, family, signature
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
-from flexsearch.graph.notation import Operand
+from flexsearch.graph.notation import Dimension, Operand
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 
 
@@ -73,11 +73,19 @@ class Costed:
 
     def counts(self, extents: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """As ``forward`` and ``backward``, as plain numbers; of arrays of extents: arrays."""
-        access = self.op.access
-        read = [_reached(o, t, extents) * t.itemsize for o, t in zip(access.inputs, self.inputs, strict=True)]
-        written = sum(_reached(o, t, extents) * t.itemsize for o, t in zip(access.outputs, self.outputs, strict=True))
+        reads, writes = self._reach
+        read = [_reached(reach, extents) for reach in reads]
+        written = sum([_reached(reach, extents) for reach in writes])
         rows = 0 if self._table is None else self._rows(self._table, extents)
         return self._forward_counts(extents, read, written, rows), self._backward_counts(extents, read, written, rows)
+
+    @cached_property
+    def _reach(self) -> tuple[list[_Reach], list[_Reach]]:
+        """Of the inputs, and of the outputs."""
+        access = self.op.access
+        sides = (access.inputs, self.inputs), (access.outputs, self.outputs)
+        reads, writes = ([_reach(o, t) for o, t in zip(*side, strict=True)] for side in sides)
+        return reads, writes
 
     def _forward_counts(
         self, extents: Mapping[str, Any], read: Sequence[Any], written: Any, rows: Any
@@ -170,17 +178,27 @@ class Costed:
         return kind_of(self.op).looked_up(self.op, extents) * self.inputs[place].itemsize
 
 
-def _reached(operand: Operand, tensor: Tensor, extents: Mapping[str, Any]) -> Any:
-    """Elements of ``tensor`` that a piece of these extents reads or writes, as if no window were clipped."""
-    count: Any = 1
-    for dimension, size in zip(operand.dimensions, tensor.shape, strict=True):
-        if dimension.plain:
-            count *= extents[dimension.axes[0]]
-        elif dimension.merged:
-            count *= _at_most(size, prod(extents[a] for a in dimension.axes))
+_Reach = tuple[int, tuple[str, ...], tuple[tuple[Dimension, int], ...]]
+"""Of an operand: bytes of an element; axes of its plain dimensions; its others, with their sizes."""
+
+
+def _reach(operand: Operand, tensor: Tensor) -> _Reach:
+    pairs = list(zip(operand.dimensions, tensor.shape, strict=True))
+    return tensor.itemsize, tuple(d.axes[0] for d, _ in pairs if d.plain), tuple(p for p in pairs if not p[0].plain)
+
+
+def _reached(reach: _Reach, extents: Mapping[str, Any]) -> Any:
+    """Bytes of an operand that a piece of these extents reads or writes, as if no window were clipped."""
+    count: Any
+    count, plain, others = reach
+    for axis in plain:
+        count = count * extents[axis]  # not in place: it may be an array
+    for dimension, size in others:
+        if dimension.merged:
+            count = count * _at_most(size, prod(extents[a] for a in dimension.axes))
         else:
             pairs = zip(dimension.axes, dimension.coefficients, strict=True)
-            count *= _at_most(size, 1 + sum(c * (extents[a] - 1) for a, c in pairs))
+            count = count * _at_most(size, 1 + sum(c * (extents[a] - 1) for a, c in pairs))
     return count
 
 

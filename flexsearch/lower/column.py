@@ -18,15 +18,16 @@ class Column:
         self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
         self.size = 0
 
-    def extend(self, values: npt.NDArray[Any] | Sequence[Any]) -> bool:
-        """Append values (or rows)."""
-        end = self.size + len(values)
+    def extend(self, values: npt.NDArray[Any] | Sequence[Any] | None, count: int | None = None) -> bool:
+        """Append values (or rows); None: zeros. ``count``: how many, if that is not the number of values, of which
+        there is one then."""
+        end = self.size + (len(values) if count is None and values is not None else count or 0)
         full = end > len(self.array)
         if full:
             grown = np.zeros((max(end, 2 * len(self.array)), *self.array.shape[1:]), dtype=self.array.dtype)
             grown[: self.size] = self.array[: self.size]
             self.array = grown
-        if len(values):
+        if values is not None and end > self.size:
             self.array[self.size : end] = values
         self.size = end
         return full

@@ -151,12 +151,9 @@ class Pieces:
 
     def samples(
         self, operator: int, config: OperatorConfig, split: Split
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """``reading.samples_of`` a split; nothing where its operator reads none."""
-        if operator in self.readers:
-            return samples_of(self.graph, operator, config, split)
-        none = np.zeros(len(split.extent_of), np.uint32)
-        return none, none
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]] | tuple[None, None]:
+        """``reading.samples_of`` a split; None where its operator reads none."""
+        return samples_of(self.graph, operator, config, split) if operator in self.readers else (None, None)
 
     def samples_read(self, configs: Sequence[OperatorConfig], microbatches: int) -> dict[int, int]:
         """By host (its number): samples that it takes in a step, those in its memory included, for all blocks on it."""

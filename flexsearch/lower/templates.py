@@ -7,7 +7,7 @@ from a split over a link; and it makes room.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -54,6 +54,8 @@ _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", 
                     "to_first", "to_last", "link_first", "link_last",
                     "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key",
                     "orbit")  # fmt: skip
+_TIMES: Final = ("forward", "backward", "inputs", "weight")
+"""Columns of ``Splits`` that hold times; the last two are of backward passes in two halves."""
 _START, GROWTH = 1 << 14, 4
 """Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
@@ -256,20 +258,22 @@ class Templates:
     def in_place(self, split: int) -> OperatorConfig:
         """A split on the mesh whose devices are its positions."""
         _, degrees, replicas, shares = self._split_keys[split]
-        mesh = tuple(range(int(self._columns["pieces"].array[split])))
-        return OperatorConfig(degrees, mesh, replicas, shares=shares)
+        return OperatorConfig(degrees, self._mesh(split), replicas, shares=shares)
 
-    def follows(self, link: int, split: int, target: int, config: OperatorConfig) -> None:
-        """Set what follows a split over a link: ``config`` of operator ``target``, as of ``in_place``."""
+    def _mesh(self, split: int) -> tuple[int, ...]:
+        """The positions of a split."""
+        return _positions(int(self._columns["pieces"].array[split]))
+
+    def follows(self, link: int, split: int, target: int, config: OperatorConfig) -> int:
+        """Set what follows a split over a link: ``config`` of operator ``target``, as of ``in_place``. Returns the
+        number of its split."""
         followed, count = self.split(target, config), len(config.devices)
-        if config.devices == self.in_place(split).devices:
-            first = int(MISSING)
-        else:
-            first = self._extend("position", config.devices)
+        first = int(MISSING) if config.devices == self._mesh(split) else self._extend("position", config.devices)
         row = self._append("follow_split", followed)
         self._append("follow_first", first)
         self._append("follow_count", count)
         self.keys.put(OVER, link, split, row)
+        return followed
 
     def like(self, operator: int, split: int) -> None:
         """Set the split of another operator that is like ``split``."""
@@ -281,17 +285,19 @@ class Templates:
         assert now is not None
         self.keys.put(DERIVED, how, config, self.config(operator, rule(operator, now)))
 
-    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any]) -> int:
-        """Append to a column of the splits; returns where."""
-        at = self._columns[name].size
-        if self._columns[name].extend(values):
+    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any] | None, count: int | None = None) -> int:
+        """Append to a column of the splits; returns where. ``count``: as of ``Column.extend``."""
+        column = self._columns[name]
+        at = column.size
+        if column.extend(values, count):
             self._splits = None
         return at
 
     def _append(self, name: str, value: Any) -> int:
         """As ``_extend``, of one value."""
-        at = self._columns[name].size
-        if self._columns[name].add(value):
+        column = self._columns[name]
+        at = column.size
+        if column.add(value):
             self._splits = None
         return at
 
@@ -301,14 +307,18 @@ class Templates:
         count = len(split.extent_of)
         samples, part = self.lowering.samples(operator, config, split)
         forward = self._columns["forward"].size
+        alike = len(split.extents) == 1
         for kind in self._kinds.tolist():
-            whole = costs.of_extents(operator, split.extents, kind)
-            halves = costs.halves(operator, split.extents, kind) if self._halved else np.zeros_like(whole)
-            ticks = _ticks(np.concatenate((whole, halves)))[:, split.extent_of]
-            for name, row in zip(("forward", "backward", "inputs", "weight"), ticks, strict=True):
-                self._extend(name, row)
-            self._extend("samples", samples)
-            self._extend("part", part)
+            rows: list[F64] = [*costs.of_extents(operator, split.extents, kind)]
+            if self._halved:
+                rows.extend(costs.halves(operator, split.extents, kind))
+            for name, row in zip(_TIMES, rows, strict=False):
+                ticks = _ticks(row)
+                self._extend(name, ticks if alike else ticks[split.extent_of], count)
+            for name in _TIMES[len(rows) :]:
+                self._extend(name, None, count)
+            self._extend("samples", samples, count)
+            self._extend("part", part, count)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
         values = {
@@ -399,6 +409,12 @@ class Configs:
 
     def __len__(self) -> int:
         return int(self._templates.tables.used.configs[0])
+
+
+@lru_cache(maxsize=1024)
+def _positions(count: int) -> tuple[int, ...]:
+    """The positions of a mesh of so many devices."""
+    return tuple(range(count))
 
 
 def _counts(value: int) -> npt.NDArray[np.uint64]:

@@ -18,7 +18,7 @@ from flexsearch.strategy.propagate import Link
 def make_moves(space: Space, alike: Sequence[int]) -> Moves:
     """For chains over single operators. ``alike``: by operator, the first one that shares its configs."""
     links = [(i, link) for i, of in enumerate(space.propagation.links) for link in of]
-    kinds = _kinds(links, alike)
+    kinds = link_kinds(links, alike)
     number = dict(zip(links, kinds, strict=True))
     place = {leader: k for k, leader in enumerate(space.leaders)}
     groups = [space.groups[leader] for leader in space.leaders]
@@ -65,7 +65,7 @@ def samples_moves(moves: Moves) -> Moves:
     return moves._replace(often=np.cumsum(often) / sum(often))
 
 
-def _kinds(links: Sequence[tuple[int, Link]], alike: Sequence[int]) -> list[int]:
+def link_kinds(links: Sequence[tuple[int, Link]], alike: Sequence[int]) -> list[int]:
     """By link: the first one over which the same follows."""
     first: dict[object, int] = {}
     return [

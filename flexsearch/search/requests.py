@@ -11,6 +11,7 @@ import numpy as np
 from flexsearch.lower.change import Change
 from flexsearch.lower.keys import CANDIDATE, DERIVED, FIRST_HALF, LIKE, NEAREST, OVER
 from flexsearch.lower.templates import Templates
+from flexsearch.search.move_tables import link_kinds
 from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig
 
@@ -20,12 +21,16 @@ SAMPLES_FIRST: Final = 2**25
 """The same of chains that split samples only."""
 
 
+Chains = dict[int, tuple[int, ...]]
+
+
 class Requests:
     """Configs by the keys of ``moves``, for one space."""
 
     def __init__(self, space: Space, seed: int) -> None:
         self.space, self.seed = space, seed
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
+        self._chains: tuple[Templates, Chains] | None = None
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
 
     def supply(self, templates: Templates, change: Change) -> None:
@@ -37,16 +42,47 @@ class Requests:
         space = self.space
         for kind, a, b in sorted({tuple(row) for row in change.missing[: int(change.lacking[0])].tolist()}):
             if kind == CANDIDATE:
-                templates.keys.put(kind, a, b, templates.config(a, space.fix(a, self.candidate(a, b))))
+                config = space.fix(a, self.candidate(a, b))
+                templates.keys.put(kind, a, b, templates.config(a, config))
+                self._follow_on(templates, a, templates.split(a, config))
             elif kind == OVER:
-                source, link = self._links[a]
-                followed = space.propagation.over(source, templates.in_place(b), link)
-                templates.follows(a, b, link.target, followed)
+                source = self._links[a][0]
+                self._follow(templates, a, b)
+                if a in self._chain(templates).get(templates.alike[source], ()):
+                    self._follow_on(templates, source, b)
             elif kind == LIKE:
                 templates.like(a, b)
             else:
                 assert kind == DERIVED
                 templates.derive(a, b, partial(self._derived, a))
+
+    def _follow(self, templates: Templates, number: int, split: int) -> None:
+        """Add what follows a split over a link, and on from there, if it is not known."""
+        if templates.keys.find(OVER, number, split) is not None:
+            return
+        source, link = self._links[number]
+        followed = self.space.propagation.over(source, templates.in_place(split), link)
+        self._follow_on(templates, link.target, templates.follows(number, split, link.target, followed))
+
+    def _follow_on(self, templates: Templates, operator: int, split: int) -> None:
+        """Add what follows a split of an operator in the groups that it is in: a move that needs the first of these
+        configs needs them all, and would come back for one after the other. Not where configs are replaced by allowed
+        ones, which may be split otherwise."""
+        if self.space.rule is not None:
+            return
+        for number in self._chain(templates).get(templates.alike[operator], ()):
+            self._follow(templates, number, split)
+
+    def _chain(self, templates: Templates) -> Chains:
+        """By operator that stands for those alike: links over which others of its group follow it."""
+        if self._chains is None or self._chains[0] is not templates:
+            alike, found = templates.alike, dict[int, dict[int, None]]()
+            numbers = dict(zip(self._links, link_kinds(self._links, alike), strict=True))
+            for members in self.space.groups.values():
+                for source, _, link in members:
+                    found.setdefault(alike[source], {})[numbers[source, link]] = None
+            self._chains = templates, {operator: tuple(of) for operator, of in found.items()}
+        return self._chains[1]
 
     def _derived(self, how: int, operator: int, config: OperatorConfig) -> OperatorConfig:
         if how == NEAREST:

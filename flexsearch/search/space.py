@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import prod
 from re import sub
 
 import numpy as np
@@ -184,7 +185,7 @@ class Space:
         degrees = dict.fromkeys(op.splittable, 1)
         replicas = 1
         for prime in _primes(count):
-            order = [slots[k] for k in rng.permutation(len(slots))]
+            order = [slots[k] for k in rng.permutation(len(slots)).tolist()]
             if favourite is not None:
                 order.insert(0, favourite)
             axis = next((a for a in order if a is None or degrees[a] * prime <= op.sizes[a]), None)
@@ -192,7 +193,7 @@ class Space:
                 replicas *= prime if rng.random() < 0.5 else 1  # else fewer devices
             else:
                 degrees[axis] *= prime
-        used = replicas * int(np.prod(list(degrees.values()), dtype=np.int64))
+        used = replicas * prod(degrees.values())
         parts = operator in self.weighted and used > 1 and rng.random() < 0.05
         config = make_config(op, degrees, self._draw_devices(rng, used))
         if parts:
@@ -215,7 +216,7 @@ class Space:
     def _draw_devices(self, rng: np.random.Generator, count: int) -> tuple[int, ...]:
         kind = rng.random()
         if kind < 0.05:
-            return tuple(int(d) for d in rng.permutation(self.count)[:count])
+            return tuple(rng.permutation(self.count)[:count].tolist())
         if kind < 0.1:  # spread over the machine
             step = self.count // count
             first = int(rng.integers(step))

@@ -27,9 +27,10 @@ LATE: Final = NEVER
 _MOST: Any = np.int64(FOREVER - 1)
 """Ticks of the longest plan."""
 _WINDOWS: Any = np.uint64(WINDOWS)
-_STALE: Any = np.uint64(128)
-"""After so many accepted proposals, or when the makespan is an eighth longer or shorter, the windows are made anew: by
-then they are of unequal lengths."""
+_STALE: Any = np.uint64(512)
+"""After so many accepted proposals, or when the makespan is half longer or shorter, the windows are made anew: by then
+they are of unequal lengths. Measured, NMT on 16 P100, 15,000 proposals: after 128, or at an eighth, they are made anew
+twice as often, and proposals run 9 % more steps in all."""
 _NOTHING: Final = -(2**62)
 """Latest end in a window in which nothing ends."""
 
@@ -412,5 +413,5 @@ def _settle(state: State) -> None:
     copy(kept.total_carry, kept.new_carry)
     kept.makespan[0] = kept.new_makespan[0]
     kept.accepted[0] += ONE
-    if kept.accepted[0] > _STALE or abs(kept.makespan[0] - kept.first_makespan[0]) > kept.first_makespan[0] >> 3:
+    if kept.accepted[0] > _STALE or abs(kept.makespan[0] - kept.first_makespan[0]) > kept.first_makespan[0] >> 1:
         kept.valid[0] = 0

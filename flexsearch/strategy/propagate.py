@@ -80,7 +80,7 @@ def carry(
             grid = grid.take([part], axes.index(axis))
     degrees = {b: config.degrees[k][1] for b, k in where.items()}
     uneven = {b: shares[axes[k]] for b, k in where.items() if axes[k] in shares and target.roles[b] == "sample"}
-    return make_config(target, degrees, (int(d) for d in grid.transpose(order + rest).ravel()), shares=uneven)
+    return make_config(target, degrees, grid.transpose(order + rest).ravel().tolist(), shares=uneven)
 
 
 class Propagation:
