@@ -34,7 +34,7 @@ from tests.staged_plans import deep, staged_plan, tokens_loss
 from tests.test_numerics import NOISE, History, _imported, _parallel, _single, _staged, agree
 
 CALLED = FORMS[1:4]
-CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "6"))
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "4"))
 
 
 @contextmanager

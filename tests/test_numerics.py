@@ -39,7 +39,7 @@ from tests.test_states import slow_between_hosts
 SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
 
-CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "6"))
+CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "4"))
 """Random strategies for each model; thousands offline, a few hundred in all in CI."""
 
 COSTLY = {
@@ -214,7 +214,7 @@ def test_hosts_add_up_the_gradients_of_the_parts_that_each_of_them_has() -> None
         agree(_single("mlp"), found)
 
 
-STAGED = int(os.environ.get("FLEXSEARCH_STAGED_CASES", "6"))
+STAGED = int(os.environ.get("FLEXSEARCH_STAGED_CASES", "4"))
 """Random plans with stages and microbatches."""
 
 

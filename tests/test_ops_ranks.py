@@ -22,7 +22,7 @@ from tests.op_samples import SAMPLES, draws, imported, model
 from tests.random_strategies import strategies
 from tests.ranks import pool
 
-CASES = int(os.environ.get("FLEXSEARCH_OPS_CASES", "2"))
+CASES = int(os.environ.get("FLEXSEARCH_OPS_CASES", "1"))
 """Strategies for each sample: the simplest, which is drawn first and not run, and random ones; hundreds offline, one in
 CI."""
 RATE = 0.5

@@ -273,8 +273,12 @@ class Exchanged(NamedTuple):
 
 @lean
 def exchanged(sources: Sources, plan: Any, w: Any) -> Any:
-    """``Exchanged`` of weight ``w``, which is trained, under a plan of it."""
+    """``Exchanged`` of weight ``w``, which is trained, under a plan of it. One that is in no bucket, as a recipe
+    synchronises it, keeps its gradients until the update."""
     blocks, sharding = sources.blocks, sources.pools.plan_sharding[plan]
+    if blocks.bucket[w] == NOTHING:
+        update = TWO * np.uint64(sources.units.update_block[0])
+        return Exchanged(update + ONE, update + ONE, update, True, False)
     bucket = np.uint64(find_bucket(blocks, sharding, w))
     sent, again = np.uint64(blocks.started_by[bucket]), np.uint64(blocks.finished_by[bucket])
     used = np.uint64(blocks.added_by[bucket] if sharding > 0 else sources.units.update_block[0])
