@@ -14,7 +14,6 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -163,18 +162,6 @@ def _watch_sends() -> None:
     dist.isend = dist.distributed_c10d.isend = isend
 
 
-def _leave_groups() -> None:
-    """Leave the groups that the test before has made, as for a mesh of devices: each has three threads, which wake up
-    all the time. Those that plans share are kept."""
-    from flexsearch import directions
-    from flexsearch.runtime import wire
-
-    kept = {dist.group.WORLD, *wire._groups.values(), *directions._downwards.values()}
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in kept]:
-        with suppress(Exception):
-            dist.destroy_process_group(group)
-
-
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
@@ -190,7 +177,6 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        _leave_groups()
         try:
             pipe.send((True, function(*arguments)))
         except BaseException:
