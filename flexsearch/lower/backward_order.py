@@ -18,10 +18,8 @@ def buckets_of(
 ) -> dict[str, int]:
     """Parameter -> number of its synchronisation bucket. Buckets are filled in the order in which the backward pass
     finishes the gradients, from the whole sizes of the weights, so that they do not depend on any config. A bucket
-    is full with the weight that reaches its size, as in PyTorch's DistributedDataParallel
-    (``torch.distributed._compute_bucket_assignment_by_size``). It holds weights of one stage, or such that several
-    stages read; the first one of these is smaller, as there, so that the links have something to do early. ``apart``:
-    weights that are in none."""
+    holds weights of one stage, or such that several stages read; the first one of these is smaller, as in PyTorch's
+    DistributedDataParallel, so that the links have something to do early. ``apart``: weights that are in none."""
     parameters = [tensor for tensor in graph.of_kind("parameter") if tensor.name not in apart]
     first = {t.name: min((i for i, _ in graph.consumers[t.name]), default=-1) for t in parameters}
     stage = dict.fromkeys(first, 0) if stage_of is None else weight_stages(graph, stage_of)
@@ -30,7 +28,7 @@ def buckets_of(
     first_bytes = limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
     last: int | None = None
     for tensor in sorted(parameters, key=lambda t: (stage[t.name] == NOBODY, -first[t.name])):
-        if filled and (filled >= limit or stage[tensor.name] != last):
+        if filled and (filled + tensor.nbytes > limit or stage[tensor.name] != last):
             bucket, filled = bucket + 1, 0
             limit = bucket_bytes if stage[tensor.name] == last else first_bytes
         found[tensor.name] = bucket

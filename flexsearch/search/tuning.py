@@ -15,7 +15,6 @@ from typing import Final
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower import Lowering
-from flexsearch.lower.gathers import packs_of, regathered_weights
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, by_rank
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import Seconds, baseline, baselines
@@ -36,15 +35,12 @@ class Tuned:
 
 def candidates(lowering: Lowering, options: Options, *extra: int) -> tuple[Options, ...]:
     """``options`` with each bucket size to try: those of ``BUCKETS``, one bucket for everything, and ``extra``. A size
-    that makes the same buckets of gradients, and gathers the same weights together, as an earlier one is left out."""
-    graph = lowering.graph
-    whole, stages = sum(tensor.nbytes for tensor in graph.of_kind("parameter")), [0] * len(graph.of_kind("parameter"))
-    again = regathered_weights(graph, stages) if options.reshard_after_forward else set()
-    distinct: dict[object, int] = {}
+    that makes the same buckets as an earlier one is left out."""
+    whole = sum(tensor.nbytes for tensor in lowering.graph.of_kind("parameter"))
+    distinct: dict[tuple[int, ...], int] = {}
     for size in (*BUCKETS, whole, *extra):
         if size > 0:
-            packs = tuple(map(tuple, packs_of(graph, size, stages, again)))
-            distinct.setdefault((tuple(lowering.buckets(size).values()), packs), size)
+            distinct.setdefault(tuple(lowering.buckets(size).values()), size)
     return tuple(options.model_copy(update={"bucket_bytes": size}) for size in distinct.values())
 
 
