@@ -143,7 +143,7 @@ def _breadth_first(held: Sequence[int], microbatches: int) -> list[Action]:
 
 def _one_by_one(held: Sequence[int], stages: int, microbatches: int) -> list[Action]:
     """So many microbatches ahead as stages lie behind, then one backward pass for each forward pass."""
-    ahead = min(microbatches, stages - 1 - held[-1])
+    ahead = warm_up("1f1b", held[-1], stages, 1, microbatches)
     forward = [[Action(stage, "F", m) for stage in held] for m in range(microbatches)]
     found = [action for row in forward[:ahead] for action in row]
     for m in range(microbatches):

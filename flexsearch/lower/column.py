@@ -18,16 +18,15 @@ class Column:
         self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
         self.size = 0
 
-    def extend(self, values: npt.NDArray[Any] | Sequence[Any] | None, count: int | None = None) -> bool:
-        """Append values (or rows); None: zeros. ``count``: how many, if that is not the number of values, of which
-        there is one then."""
-        end = self.size + (len(values) if count is None and values is not None else count or 0)
+    def extend(self, values: npt.NDArray[Any] | Sequence[Any], count: int) -> bool:
+        """Append so many values (or rows), or one value so often."""
+        end = self.size + count
         full = end > len(self.array)
         if full:
             grown = np.zeros((max(end, 2 * len(self.array)), *self.array.shape[1:]), dtype=self.array.dtype)
             grown[: self.size] = self.array[: self.size]
             self.array = grown
-        if values is not None and end > self.size:
+        if count:
             self.array[self.size : end] = values
         self.size = end
         return full
@@ -39,7 +38,7 @@ class Column:
     def add(self, value: Any) -> bool:
         """Append one value (or row)."""
         if self.size == len(self.array):
-            return self.extend([value])
+            return self.extend([value], 1)
         self.array[self.size] = value
         self.size += 1
         return False

@@ -82,6 +82,9 @@ class Placed:
         return self._splitter.placement(self._config)
 
 
+_NO_SAMPLES = np.zeros(1, np.uint32)
+
+
 class Pieces:
     """What the strategies of one graph on one topology are made of. Placements, reshards and weight plans are cached by
     what they depend on, so lowering a neighbour of a strategy costs little more than putting the order together."""
@@ -151,9 +154,11 @@ class Pieces:
 
     def samples(
         self, operator: int, config: OperatorConfig, split: Split
-    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]] | tuple[None, None]:
-        """``reading.samples_of`` a split; None where its operator reads none."""
-        return samples_of(self.graph, operator, config, split) if operator in self.readers else (None, None)
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """``reading.samples_of`` a split; one zero for all pieces where its operator reads none."""
+        if operator in self.readers:
+            return samples_of(self.graph, operator, config, split)
+        return _NO_SAMPLES, _NO_SAMPLES
 
     def samples_read(self, configs: Sequence[OperatorConfig], microbatches: int) -> dict[int, int]:
         """By host (its number): samples that it takes in a step, those in its memory included, for all blocks on it."""

@@ -285,11 +285,11 @@ class Templates:
         assert now is not None
         self.keys.put(DERIVED, how, config, self.config(operator, rule(operator, now)))
 
-    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any] | None, count: int | None = None) -> int:
-        """Append to a column of the splits; returns where. ``count``: as of ``Column.extend``."""
+    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any], count: int | None = None) -> int:
+        """Append to a column of the splits; returns where. ``count``: how often, if there is one value."""
         column = self._columns[name]
         at = column.size
-        if column.extend(values, count):
+        if column.extend(values, len(values) if count is None else count):
             self._splits = None
         return at
 
@@ -316,7 +316,7 @@ class Templates:
                 ticks = _ticks(row)
                 self._extend(name, ticks if alike else ticks[split.extent_of], count)
             for name in _TIMES[len(rows) :]:
-                self._extend(name, None, count)
+                self._extend(name, (0,), count)
             self._extend("samples", samples, count)
             self._extend("part", part, count)
         regions = (*split.inputs, *split.outputs)

@@ -21,7 +21,8 @@ SAMPLES_FIRST: Final = 2**25
 """The same of chains that split samples only."""
 
 
-Chains = dict[int, tuple[int, ...]]
+_Chains = dict[int, tuple[int, ...]]
+"""By operator that stands for those alike: links over which others of its group follow it."""
 
 
 class Requests:
@@ -30,7 +31,7 @@ class Requests:
     def __init__(self, space: Space, seed: int) -> None:
         self.space, self.seed = space, seed
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
-        self._chains: tuple[Templates, Chains] | None = None
+        self._chains: tuple[Templates, _Chains] | None = None
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
 
     def supply(self, templates: Templates, change: Change) -> None:
@@ -73,7 +74,7 @@ class Requests:
         for number in self._chain(templates).get(templates.alike[operator], ()):
             self._follow(templates, number, split)
 
-    def _chain(self, templates: Templates) -> Chains:
+    def _chain(self, templates: Templates) -> _Chains:
         """By operator that stands for those alike: links over which others of its group follow it."""
         if self._chains is None or self._chains[0] is not templates:
             alike, found = templates.alike, dict[int, dict[int, None]]()
