@@ -18,6 +18,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from flexsearch.topology import Topology
 
 START_S = 300.0
 """In which ranks must be up: on a busy machine importing torch takes long."""
+THREADS = 60
+"""So many threads may a rank have when it begins a case. Gloo has three for every group that was ever made, each of
+which wakes 100 times a second, and groups cannot be left one by one: PyTorch's tensor parallelism finds its own by
+name. With 90 groups a third of the processor's time went there."""
 ON_GPUS = os.environ.get("FLEXSEARCH_TEST_DEVICE") == "cuda"
 """Ranks use CUDA and NCCL, in tests that ask ``cluster`` for their topology; several share a GPU if need be."""
 
@@ -97,6 +102,11 @@ class Pool:
             raise
         return [answers[rank] for rank in range(len(self.pipes))]
 
+    def threads(self) -> int:
+        """Of the rank that has most of them; 0 where the system does not say."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return max(len(list(folder.iterdir())) if folder.exists() else 0 for folder in folders)
+
     def close(self) -> None:
         """End all ranks."""
         for process in self.processes:
@@ -123,7 +133,9 @@ def on_gpus(topology: Topology) -> Topology:
 
 
 def pool(size: int) -> Pool:
-    """The pool of that size, started when first asked for."""
+    """The pool of that size, started when first asked for, and anew once ranks have gathered many threads."""
+    for full in [open_pool for open_pool in _pools.values() if open_pool.threads() > THREADS]:
+        full.close()
     if size not in _pools:
         _pools[size] = Pool(size)
     return _pools[size]
