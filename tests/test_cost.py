@@ -511,5 +511,5 @@ def test_hosts_of_gpus_launch_as_long_as_was_measured() -> None:
     forward, backward, weights = costs.launches(0)
     assert (forward, backward) == (2.5, 6.25) and 0.0 < weights <= backward
     assert costs.launches(1) == plain.launches(1)
-    assert (costs.update_launches("momentum"), costs.update_launches("adam")) == (0.25, 1.0)
+    assert (costs.update_launches("momentum", "as-is"), costs.update_launches("adam", "as-is")) == (0.25, 1.0)
     assert Costs(graph, captured(topology), profile).launch_s(0) == 0.0

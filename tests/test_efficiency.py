@@ -130,6 +130,26 @@ def test_memory_has_a_share() -> None:
     assert slow / fast == pytest.approx(2.0, rel=1e-3)
 
 
+def test_rows_that_tensor_cores_read_slowly_limit_a_product() -> None:
+    """By the lowest bit of columns and summed indices; products of 8 samples of (16, 24) have aligned ones."""
+    unaligned = REACHED.model_copy(update={"unaligned": (0.001, 0.002, 0.003), "matrix_size": 0.0})
+    i, usual = operator("linear"), REACHED.model_copy(update={"matrix_size": 0.0})
+    of, (rows, columns, summed) = GRAPH.operators[i], product_of(GRAPH.operators[i]) or ((), (), ())
+    costs, plain = Costs(GRAPH, machine(unaligned)), Costs(GRAPH, machine(usual))
+
+    def ratio(**sizes: int) -> float:
+        extents = [tuple((dict(of.sizes) | sizes)[axis] for axis in of.access.axes)]
+        return float(costs.of_extents(i, extents, 0)[0, 0] / plain.of_extents(i, extents, 0)[0, 0])
+
+    assert ratio() == ratio(**{rows[0]: 3}) == 1.0
+    for size, most in ((23, 0.001), (22, 0.002), (20, 0.003), (16, 0.8)):
+        assert ratio(**{columns[0]: size}) == pytest.approx(0.8 / most, rel=0.02)
+    assert ratio(**{summed[0]: 15}) == pytest.approx(0.8 / 0.001, rel=0.02)
+    extents = {axis: np.full(4, size) for axis, size in of.sizes.items()} | {columns[0]: np.array([23, 22, 20, 16])}
+    many = costs.compute_many(i, extents, 0)[0] / plain.compute_many(i, extents, 0)[0]
+    assert many == pytest.approx([800.0, 400.0, 0.8 / 0.003, 1.0], rel=0.02)
+
+
 def test_many_pieces_cost_what_each_does() -> None:
     i = operator("linear")
     op, costs = GRAPH.operators[i], Costs(GRAPH, machine())

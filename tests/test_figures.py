@@ -11,6 +11,7 @@ import pytest
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.filling import Filling, estimated
 from flexsearch.cost.profile import Entry, Figures, UpdateEntry
+from flexsearch.graph.model import Dtype
 from flexsearch.graph.ops import KINDS
 from flexsearch.measure.figures import Starts, fit_figures, residuals
 from flexsearch.measure.reference import SIZES, TYPES, reference
@@ -33,12 +34,14 @@ def device() -> Device:
                   memory_bytes=1, overhead_s=1e-3)  # fmt: skip
 
 
-def made_by(figures: Figures, change: Callable[[float], float] = lambda seconds: seconds) -> list[Entry]:
-    """Entries of all reference operators, with the times that follow from figures."""
+def made_by(
+    figures: Figures, change: Callable[[float], float] = lambda seconds: seconds, dtype: Dtype = "float32"
+) -> list[Entry]:
+    """Entries of all reference operators, with the times that follow from figures; of half precision, of a GPU."""
     entries, on = {}, figures.on(device())
-    for case in reference("cpu", "float32"):
+    for case in reference("cpu" if dtype == "float32" else "cuda", dtype):
         work = case.costed.forward(case.extents), case.costed.backward(case.extents)
-        one = Entry(kind=case.costed.op.kind, dtype="float32", forward_s=0.0, backward_s=0.0, repeats=1,
+        one = Entry(kind=case.costed.op.kind, dtype=dtype, forward_s=0.0, backward_s=0.0, repeats=1,
                     forward=work[0], backward=work[1], product=case.costed.product_sizes(case.extents))  # fmt: skip
         seconds = [change(estimated(one, on, back)) for back in (False, True)]
         entries[case.key] = one.model_copy(update={"forward_s": seconds[0], "backward_s": seconds[1]})
@@ -61,7 +64,7 @@ def test_a_fit_finds_the_figures_that_times_were_made_by() -> None:
     assert reached.matrix_size == pytest.approx(12.0, rel=0.15)
     shares: dict[Traffic, float] = {**SHARES, "update": 0.7}
     assert reached.traffic == {name: pytest.approx(share, rel=0.05) for name, share in shares.items()}
-    assert found.launches == Launches(adam=4, kernels={"softmax": 3})
+    assert found.launches == Launches(adam=4, kernels={"softmax": 3}, casts=2)
     assert all(fit.median < 0.03 for fit in found.fits.values())
 
 
@@ -86,8 +89,23 @@ def test_a_size_that_does_not_fit_counts_as_predicted_from_the_others() -> None:
 def test_on_a_gpu_the_host_has_a_start_of_its_own() -> None:
     found = fitted(made_by(TRUE), Starts(host_s=8e-6, kernel_s=2e-6))
     assert (found.overhead_s, found.efficiency_full.overhead_s) == (8e-6, 2e-6)
-    # Where times of small operators hold their launch, a chain is no longer for a short start of kernels.
-    assert found.launches == fitted(made_by(TRUE)).launches
+    # Where times of small operators hold their launch, a chain is no longer for a short start of kernels. A weight and
+    # its gradient are cast with all others on a GPU, one by one on a CPU.
+    there = fitted(made_by(TRUE)).launches
+    assert found.launches == there.model_copy(update={"casts": 1}) and there.casts == 2
+
+
+def test_products_that_tensor_cores_read_slowly_have_a_most_of_their_own() -> None:
+    half = Efficiency(
+        matrix=1.0, matrix_size=12.0, unaligned=(0.1, 0.3, 0.4), attention_forward=0.7, attention_backward=0.8,
+        other=1.0, memory=1.0, traffic=SHARES, overhead_s=5e-6,
+    )  # fmt: skip
+    figures = TRUE.model_copy(update={"flops": {"float32": 1e11, "bfloat16": 8e11}, "efficiency": half})
+    measured = {"float32": made_by(TRUE), "bfloat16": made_by(figures, dtype="bfloat16")}
+    found = fit_figures(measured, {}, "cuda", Starts(5e-6, 5e-6))  # type: ignore[arg-type]
+    assert found.efficiency is not None
+    assert found.efficiency.unaligned == pytest.approx(half.unaligned, rel=0.05)
+    assert found.efficiency_full.unaligned == (1.0, 1.0, 1.0)
 
 
 def test_reference_operators_are_of_known_kinds_and_cover_every_way_of_using_memory() -> None:

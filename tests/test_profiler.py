@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 
@@ -262,6 +263,17 @@ def test_updates_of_every_optimizer() -> None:
     entries = measure_updates(small_net(), Bench("cpu"), repeats=1)
     assert set(entries) == {"sgd", "momentum", "adam"}
     assert all(e.s_per_byte >= 0 and e.s_per_tensor >= 0 for e in entries.values())
+
+
+def test_an_update_is_measured_of_as_many_tensors_as_a_graph_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host takes its time for each; only the largest are cut where all are too much."""
+    graph = small_net()
+    sizes = [prod(weight.shape) for weight in graph.of_kind("parameter")]
+    assert updates._weight_sizes(graph) == sizes
+    monkeypatch.setattr(updates, "UPDATE_BYTES", 4 * (sum(sizes) - max(sizes) // 2))
+    cut = updates._weight_sizes(graph)
+    assert len(cut) == len(sizes) and 4 * sum(cut) <= updates.UPDATE_BYTES < 4 * (sum(cut) + len(cut))
+    assert all(small == size or small == max(cut) for small, size in zip(cut, sizes, strict=True))
 
 
 @pytest.mark.parametrize("option", ["threads", "max_parts", "repeats"])

@@ -28,8 +28,9 @@ def clusters(
     def human() -> None:
         stdout.print(f"{cluster.name}: {cluster.source or 'nothing is said of it'}", soft_wrap=True, markup=False)
         if (code := cluster.code) is not None:
-            error = f"; other codes differ by {percent(code.error)} (standard error)" if code.error else ""
-            stdout.print(f"Code: {code.kind}: {code.describes}{error}: {code.origin}", soft_wrap=True, markup=False)
+            off = code.standard_error
+            error = f"; other codes differ by {percent(off)} (standard error)" if off else ""
+            stdout.print(f"Code: {code.kind}: {code.describes}{error}: {code.reason}", soft_wrap=True, markup=False)
         stdout.print(_sources(cluster))
 
     show(as_json, _data(cluster), human)
@@ -40,7 +41,9 @@ def _data(cluster: Topology) -> dict[str, Any]:
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     return {
         "name": cluster.name, "source": cluster.source,
-        "code": None if cluster.code is None else cluster.code.model_dump(),
+        "code": None if (code := cluster.code) is None else code.model_dump() | {
+            "error": code.standard_error, "origin": code.reason,
+        },
         "hosts": len(cluster.hosts), "devices": len(cluster.devices),
         "model": device.model, "flops_per_s": device.flops, "memory_bytes": device.memory_bytes,
         "memory_bandwidth_bytes_per_s": device.memory_bandwidth, "backend": cluster.communication.backend,

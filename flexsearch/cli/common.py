@@ -82,11 +82,11 @@ DataOption = Annotated[
     ),
 ]  # fmt: skip
 CodeOption = Annotated[
-    Literal["fused", "eager", "captured"] | None,
+    Literal["fused", "eager", "compiled", "captured"] | None,
     typer.Option(
         "--code",
-        help="The training code on GPUs: fused kernels; eager: PyTorch without compilation; captured: as a graph that "
-        "no host launches. Default: as the topology says.",
+        help="The training code on GPUs: fused kernels; eager: PyTorch without compilation; compiled: by "
+        "torch.compile; captured: compiled, as a graph that no host launches. Default: as the topology says.",
     ),
 ]
 BatchOption = Annotated[

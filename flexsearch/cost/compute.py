@@ -142,9 +142,10 @@ class Costs:
             return (0.0, weights, weights) if half == "weights" else (forward, backward - weights, 0.0)
         return forward, backward, weights
 
-    def update_launches(self, optimizer: str) -> float:
+    def update_launches(self, optimizer: str, precision: Precision) -> float:
         """The same for the update of a tensor."""
-        return _in_parts(max(model.update_launches(optimizer) for model in self._models))
+        half = precision != "as-is"
+        return _in_parts(max(model.update_launches(optimizer, half) for model in self._models))
 
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
@@ -198,8 +199,9 @@ class Costs:
 
     def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         """Seconds that an update takes for each byte of weights, and for each tensor."""
-        per_byte, per_tensor = self._models[self._class_of[device]].update_rates(optimizer)
-        return per_byte if precision == "as-is" else 2 * per_byte, per_tensor  # see ``STREAMS``
+        half = precision != "as-is"
+        per_byte, per_tensor = self._models[self._class_of[device]].update_rates(optimizer, half)
+        return 2 * per_byte if half else per_byte, per_tensor  # see ``STREAMS``
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:
         """Whether the cost of this piece was measured, not estimated."""

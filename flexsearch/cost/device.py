@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.costed import Costed
-from flexsearch.cost.efficiency import task_seconds_of, update_rates
+from flexsearch.cost.efficiency import moving_rate, task_seconds_of, update_rates
 from flexsearch.cost.filling import Filling, longer_in_halves
 from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile
 from flexsearch.cost.ticks import FOREVER, LAUNCH_PARTS, TICK, task_seconds, whole
-from flexsearch.cost.updates import STREAMS
+from flexsearch.cost.updates import CAST_STREAMS, STREAMS
 from flexsearch.graph.ops import shipped
 from flexsearch.topology import Device
 from flexsearch.topology.kernels import USUAL, Efficiency
@@ -88,11 +88,12 @@ class DeviceModel:
         ahead, back = (seconds / self.launch_s for seconds in found[0])
         return ahead, back if backward else 0.0, back * weights / backward if backward else 0.0
 
-    def update_launches(self, optimizer: str) -> float:
-        """Launches of an update for each tensor."""
+    def update_launches(self, optimizer: str, half: bool) -> float:
+        """Launches of an update for each tensor; ``half``: of weights in half precision beside their masters."""
         measured = {} if self.profile is None else self.profile.updates
         seconds = next((entry.host_s_per_tensor for name, entry in measured.items() if name == optimizer), None)
-        return 1.0 if seconds is None or not self._queued else seconds / self.launch_s
+        casts = float(self.device.launched.casts) if half else 0.0
+        return casts + (1.0 if seconds is None or not self._queued else seconds / self.launch_s)
 
     @cached_property
     def _hosts(self) -> Mapping[str, tuple[float, float]]:
@@ -147,12 +148,18 @@ class DeviceModel:
     def _entries(self) -> Iterable[Entry]:
         return () if self.profile is None else self.profile.entries.values()
 
-    def update_rates(self, optimizer: str) -> tuple[float, float]:
+    def update_rates(self, optimizer: str, half: bool) -> tuple[float, float]:
+        """Seconds of an update for each byte of float32 weights, and for each tensor; ``half``: beside weights in half
+        precision."""
         measured = {} if self.profile is None else self.profile.updates
-        for name, entry in measured.items():
-            if name == optimizer:
-                return entry.s_per_byte * self._compute, entry.s_per_tensor * self._compute
-        per_byte, per_tensor = update_rates(self.device, optimizer, STREAMS[optimizer])
+        entry = next((entry for name, entry in measured.items() if name == optimizer), None)
+        if entry is not None:
+            per_byte, per_tensor = entry.s_per_byte, entry.s_per_tensor
+        else:
+            per_byte, per_tensor = update_rates(self.device, optimizer, STREAMS[optimizer])
+        if half and (casts := self.device.launched.casts):
+            per_byte += CAST_STREAMS / moving_rate(self.device, "float32")
+            per_tensor += casts * (self.device.overhead_s - self.device.launch_s)
         return per_byte * self._compute, per_tensor * self._compute
 
 

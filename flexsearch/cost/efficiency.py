@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from flexsearch.graph.model import Operator
 from flexsearch.graph.ops import KINDS, kind_of
@@ -70,7 +72,10 @@ def _computing_share(kind: OperatorKind | None, sizes: Sizes | None, reached: Ef
     if kind.fused_attention:
         return reached.attention_backward if backward else reached.attention_forward
     large = reached.matrix * (reached.convolution if kind.windows else 1.0)
-    return large if sizes is None else large * of_shape(reached.matrix_size, *sizes)
+    if sizes is None:
+        return large
+    share = large * of_shape(reached.matrix_size, *sizes)
+    return share if kind.windows else of_alignment(share, reached.unaligned, *sizes[1:])
 
 
 def update_rates(device: Device, optimizer: str, streams: int) -> tuple[float, float]:
@@ -96,6 +101,19 @@ def of_shape(size: float, rows: Any, columns: Any, summed: Any) -> Any:
     same for the two products of the backward pass, whose sizes are these three in another order. ``size``: of a side
     that halves it, elements."""
     return 1.0 / ((1.0 + size / rows) * (1.0 + size / columns) * (1.0 + size / summed))
+
+
+def of_alignment(share: Any, unaligned: Sequence[float], columns: Any, summed: Any) -> Any:
+    """Share of the peak that a product reaches which would reach ``share`` if its columns and summed indices (integers,
+    or arrays of them) were multiples of 8: at most ``unaligned`` if they are odd, or multiples of 2 or 4. Rows of its
+    operands, of its result and of their gradients have one length or the other."""
+    either = columns | summed
+    if isinstance(either, int):
+        lowest = either & -either
+        return share if lowest >= 8 else min(share, unaligned[lowest.bit_length() - 1])
+    odd, two, four = ((either & bits) != 0 for bits in (1, 2, 4))
+    most = np.where(odd, unaligned[0], np.where(two, unaligned[1], np.where(four, unaligned[2], 1.0)))
+    return np.minimum(share, most)
 
 
 def product_of(op: Operator) -> Product | None:

@@ -13,6 +13,9 @@ STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
 """Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out. With
 weights of half precision beside float32 masters and states it is as much for each element: gradient in (2), master in
 and out (8), weight out (2), states."""
+CAST_STREAMS: Final = 3
+"""Bytes that casts of their own read and write for each byte of float32 weights: 4 and 2 for a weight, 2 and 4 for its
+gradient."""
 STATE_COPIES: Final = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of optimizer state for each weight."""
 

@@ -51,7 +51,7 @@ class PlanRows:
         self.machine = make_machine(topology, lowering.turns)
         self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)
         self.wiring = templates.wiring
-        self.table = make_block_table(lowering, self.blocks, self.stages, devices, options.optimizer)
+        self.table = make_block_table(lowering, self.blocks, self.stages, devices, options)
         self.arena = Arena(len(self.blocks), topology, lowering.network)
         self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
         self._plan: Plan

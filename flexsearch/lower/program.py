@@ -187,12 +187,12 @@ def make_wiring(graph: OperatorGraph, lowering: Pieces) -> Wiring:
 
 
 def _launches(
-    costs: Costs, optimizer: str, kind: int, operator: int, blocks: Collection[tuple[int, int]]
+    costs: Costs, options: Options, kind: int, operator: int, blocks: Collection[tuple[int, int]]
 ) -> float:  # fmt: skip
     """Of each computation of a block, one of ``blocks`` (kind and argument); of an update, for each tensor: PyTorch's
     optimizers have kernels for many tensors at once, but list them one by one."""
     if kind == UPDATE:
-        return costs.update_launches(optimizer)
+        return costs.update_launches(options.optimizer, options.precision)
     if kind not in (FORWARD, BACKWARD, RECOMPUTE, WEIGHT_GRADIENT):
         return 0
     forward, backward, weights = costs.launches(operator)
@@ -204,7 +204,7 @@ def _launches(
 
 
 def make_block_table(
-    lowering: Pieces, blocks: Blocks, stages: Stages, devices: int, optimizer: str
+    lowering: Pieces, blocks: Blocks, stages: Stages, devices: int, options: Options
 ) -> BlockTable:  # fmt: skip
     """The blocks of a graph as arrays."""
     graph = lowering.graph
@@ -235,7 +235,7 @@ def make_block_table(
         launch=launch, issue=LAUNCH_PARTS * launch * np.array([d.launched.communication for d in by_device], np.int64),
         kind=np.array(blocks.kind, np.uint8), argument=numbers(blocks.argument),
         launches=numbers(
-            round(LAUNCH_PARTS * _launches(costs, optimizer, k, a, place))
+            round(LAUNCH_PARTS * _launches(costs, options, k, a, place))
             for k, a in zip(blocks.kind, blocks.argument, strict=True)
         ),
         sent_first=sent.first, sent_last=sent.last, sent=sent.all,

@@ -26,6 +26,9 @@ from flexsearch.topology.kernels import HALF, Efficiency, Launches
 STEPS: Final = 100
 """Sizes that are tried for matrix products, from a hundredth of the smallest side to ten times the largest; and rates
 of other computing."""
+CASTS: Final = {"cpu": 2, "cuda": 1}
+"""Launches for each weight that a rank casts to half precision, and its gradient back: on a GPU their memory is
+allocated one by one, and all are copied together (``runtime.casts``)."""
 STARTED: Final = 3.0
 """Tasks that take less than so many starts of a kernel tell nothing of rates."""
 LEAST_S: Final = 1e-9
@@ -42,7 +45,8 @@ class Starts(NamedTuple):
 
 @dataclass(frozen=True)
 class Reached:
-    """What tasks of one type reach. ``flops``: FLOP/s of large matrix products, ``size``: of a side that halves them;
+    """What tasks of one type reach. ``flops``: FLOP/s of large matrix products, ``size``: of a side that halves them,
+    ``unaligned``: at most, of those of odd sizes, and of multiples of 2 and of 4;
     ``convolution``: over those of such products;
     ``attention``: FLOP/s forward and backward; ``other``: FLOP/s; ``bandwidth``: B/s by ``work_of``; ``start_s``."""
 
@@ -53,6 +57,7 @@ class Reached:
     other: float
     bandwidth: Mapping[str, float]
     start_s: float
+    unaligned: tuple[float, float, float]
 
     def efficiency(self, peak: float, bandwidth: float) -> Efficiency:
         """The same as shares of these peaks."""
@@ -64,6 +69,7 @@ class Reached:
         return Efficiency.model_validate(
             {
                 "matrix": share(self.flops, peak), "matrix_size": self.size,
+                "unaligned": tuple(share(rate, peak) for rate in self.unaligned),
                 "convolution": self.convolution, "other": share(self.other, peak),
                 "attention_forward": share(self.attention[0], peak, 2.0),
                 "attention_backward": share(self.attention[1], peak, 2.0),
@@ -183,13 +189,16 @@ def _reached(tasks: Sequence[_Task]) -> Reached:
     start_s = min(task.seconds for task in tasks if not task.backward)
     products, convolutions, attention = (by_work.pop(w) for w in ("matrix products", "convolutions", "attention"))
     bandwidth = {work: _rate(group, start_s, lambda task: task.nbytes) for work, group in by_work.items()}
-    flops, size = _products(products, start_s)
+    by_alignment = [[task for task in products if _alignment(task) == of] for of in (1, 2, 4)]
+    flops, size = _products([task for task in products if _alignment(task) == 0], start_s)
     convolution = _rate(
         convolutions, start_s,
         lambda task: task.flops / (flops * float(of_shape(size, *(task.entry.product or (1, 1, 1))))),
     )  # fmt: skip
     computing = [_rate([t for t in attention if t.backward == back], start_s, lambda t: t.flops) for back in (0, 1)]
-    fitted = Reached(flops, size, convolution, (computing[0], computing[1]), flops, bandwidth, start_s)
+    one, two, four = (_rate(tasks, start_s, lambda t: t.flops) if tasks else flops for tasks in by_alignment)
+    reached = computing[0], computing[1]
+    fitted = Reached(flops, size, convolution, reached, flops, bandwidth, start_s, (one, two, four))
     return replace(fitted, other=_other([task for group in by_work.values() for task in group], fitted))
 
 
@@ -215,6 +224,14 @@ def _products(tasks: Sequence[_Task], start_s: float) -> tuple[float, float]:
         error = _error(start_s + flops / (peak * shape), seconds)
         best = min(best, (error, peak, size))
     return best[1], best[2]
+
+
+def _alignment(task: _Task) -> int:
+    """Of a matrix product: the lowest of the bits 1, 2 and 4 of the number of its columns or summed indices; 0: none,
+    or it is no product."""
+    _, columns, summed = task.entry.product or (0, 0, 0)
+    either = (columns | summed) & 7
+    return either & -either
 
 
 def _other(tasks: Sequence[_Task], fitted: Reached) -> float:
@@ -246,4 +263,4 @@ def _launches(
             starts[name] = round((entry.forward_s - work_s) / start_s)
     kernels = {kind: count for kind, count in sorted(starts.items()) if count > 1}
     tensors = {name: max(1, round(entry.s_per_tensor / start_s)) for name, entry in updates.items()}
-    return Launches.model_validate({"kernels": kernels, **tensors})
+    return Launches.model_validate({"kernels": kernels, "casts": CASTS[kind], **tensors})

@@ -12,6 +12,7 @@ from flexsearch.cost.costed import Costed
 from flexsearch.graph.model import Axis, Dtype, Operator, Tensor
 from flexsearch.graph.notation import Operand, parse
 from flexsearch.measure.cases import Case, whole_case
+from flexsearch.topology.kernels import HALF
 
 Kind = Literal["cpu", "cuda"]
 
@@ -34,6 +35,8 @@ SIZES: Final[dict[str, Sizes]] = {
 TYPES: Final[Mapping[str, tuple[Dtype, ...]]] = {"cpu": ("float32",), "cuda": ("float32", "float16", "bfloat16")}
 CONVOLUTIONS: Final = ((64, 56, 1), (64, 28, 3), (256, 14, 1), (256, 14, 3), (64, 14, 5))
 """Channels, pixels on a side, and side of the window."""
+UNALIGNED: Final = (4095, 8191, 4094, 8190, 4092, 8188)
+"""Columns of products that are odd, or multiples of 2 or 4 at most, which matters to tensor cores."""
 WARM: Final = 8
 FEATURES: Final = 256
 """Of each row that is looked up or normalised."""
@@ -54,6 +57,9 @@ def reference(kind: str, dtype: Dtype) -> Iterator[Case]:
     sizes = SIZES[kind]
     for m, n, k in product(sizes.sides, repeat=3):
         yield _case("linear", LINEAR, {"b": m, "o": n, "i": k}, dtype, weights=(1,))
+    if kind == "cuda" and dtype in HALF:
+        for columns in UNALIGNED:
+            yield _case("linear", LINEAR, {"b": 4096, "o": columns, "i": 1024}, dtype, weights=(1,))
     for positions, causal in product(sizes.positions, (False, True)):
         axes = {"b": max(1, TOKENS // positions), "h": 4, "q": positions, "v": HEAD, "E": HEAD, "K": positions}
         mask = {"causal": causal, "scale": None, "dropout": 0.0, "grouped": False, "has_mask": False, "salt": 0}

@@ -16,7 +16,7 @@ from flexsearch.measure.cases import CACHE_BYTES
 from flexsearch.measure.sweeps import Bench
 
 UPDATE_BYTES = 64 << 20
-"""Weights whose update is measured."""
+"""Weights whose update is measured: all tensors, of which the largest are cut."""
 UPDATE = "update "
 """What busy neighbours are told, with the optimizer's name behind it."""
 MORE_TENSORS = 8
@@ -32,10 +32,13 @@ OPTIMIZERS: dict[Optimizer, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 def measure_updates(
     graph: OperatorGraph, bench: Bench, switch: Callable[[str], None] | None = None, repeats: int = 5
 ) -> dict[Optimizer, UpdateEntry]:
-    """Time of torch.optim's updates of the graph's weights (the first UPDATE_BYTES of them), and of as many bytes in
-    more tensors; from the difference what a tensor costs. ``switch``: has busy neighbours do the same, since all ranks
-    update at the end of a step, and updates take what memory gives."""
+    """Time of torch.optim's updates of the graph's weights (UPDATE_BYTES of them), and of as many bytes in more
+    tensors; from the difference what a tensor costs. Of a host it is its share in the time of the whole call.
+    ``switch``: has busy neighbours do the same, since all ranks update at the end of a step, and updates take what
+    memory gives."""
     few = _weight_sizes(graph)
+    if bench.queued and 4 * sum(few) < UPDATE_BYTES:  # small ones alone tell nothing of bytes
+        few.append(UPDATE_BYTES // 4)
     many = [len(part) for size in few for part in torch.empty(size, device="meta").chunk(MORE_TENSORS)]
     nbytes = 4 * sum(few)
     # The forward pass writes activations; the backward pass reads them, and writes as many gradients.
@@ -45,10 +48,10 @@ def measure_updates(
         if switch is not None:
             switch(f"{UPDATE}{name}")
         measured = [_update_s(make, bench, sizes, min(written, CACHE_BYTES), repeats) for sizes in (few, many)]
-        (small, _), (large, host_s) = measured
+        (small, host_s), (large, _) = measured
         per_tensor = max(0.0, (large - small) / max(1, len(many) - len(few)))
         per_byte = max(0.0, small - len(few) * per_tensor) / nbytes
-        host_s_per_tensor = host_s / len(many) if bench.queued else None
+        host_s_per_tensor = host_s / len(few) if bench.queued else None
         entries[name] = UpdateEntry(
             s_per_byte=per_byte, s_per_tensor=per_tensor, host_s_per_tensor=host_s_per_tensor
         )
@@ -64,13 +67,16 @@ def updating(graph: OperatorGraph, bench: Bench, name: Optimizer) -> Callable[[]
 
 
 def _weight_sizes(graph: OperatorGraph) -> list[int]:
-    """Elements of the graph's weights, in its order, UPDATE_BYTES of float32 at most; some of a graph without any."""
-    left, sizes = UPDATE_BYTES // 4, []
-    for weight in graph.of_kind("parameter"):
-        if left > 0:
-            sizes.append(min(prod(weight.shape), left))
-            left -= sizes[-1]
-    return [size for size in sizes if size] or [UPDATE_BYTES // 16] * 4
+    """Elements of the graph's weights, in its order, UPDATE_BYTES of float32 at most: of more, the largest are cut to
+    one size. Some of a graph without any."""
+    sizes = [size for weight in graph.of_kind("parameter") if (size := prod(weight.shape))]
+    left, most = UPDATE_BYTES // 4, 1
+    for k, size in enumerate(sorted(sizes)):
+        most = max(1, left // (len(sizes) - k))
+        if size > most:
+            break
+        left, most = left - size, size
+    return [min(size, most) for size in sizes] or [UPDATE_BYTES // 16] * 4
 
 
 def _update_s(
@@ -84,10 +90,10 @@ def _update_s(
     optimizer = make(weights)
     times, hosts = [], [0.0]
     for _ in range(repeats + 1):
-        bench.clock.hold(2 * max(hosts))
         for weight, part in zip(reversed(weights), parts, strict=True):
             part.add_(1.0)  # gradients are made all through the backward pass
             weight.grad = bench.fill(torch.empty_like(weight, requires_grad=False))
+        bench.clock.hold(2 * max(hosts))
         start, began = bench.clock.mark(), time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()

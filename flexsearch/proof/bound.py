@@ -378,7 +378,7 @@ def _launches(
         return np.zeros(len(launch))
     tensors = sum(tensor.name in graph.differentiable for tensor in graph.of_kind("parameter"))
     each = sum(sum(costs.launches(i)[:2]) for i in range(len(graph.operators)))
-    once = costs.update_launches(options.optimizer) * tensors
+    once = costs.update_launches(options.optimizer, options.precision) * tensors
     seconds: Column = ((microbatches or 1) * each + once) / np.cumsum(1.0 / launch)
     return seconds
 

@@ -63,7 +63,7 @@ class Samples:
         self.launch = LAUNCH_PARTS * self.rows.table.launch * TICK
         self.issue = self.rows.table.issue * TICK
         """Seconds of one launch, and of handing over a communication, by device."""
-        self.updates = costs.update_launches(options.optimizer)
+        self.updates = costs.update_launches(options.optimizer, options.precision)
         """Launches of the update of a tensor."""
         self.rates = [costs.update_rates(d, options.optimizer, options.precision) for d in range(self.count)]
 

@@ -17,6 +17,7 @@ from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
 from flexsearch.runtime import assembly
+from flexsearch.runtime.casts import cast, in_parts
 from flexsearch.runtime.gradients import is_shared
 from flexsearch.runtime.instructions import (
     Add,
@@ -86,6 +87,8 @@ class Engine:
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
         self._seen = set[int]()
         """Where gradients of weights lie in memory, in the first step; in every step if operators are compiled."""
+        self._on_gpu = context.device.type == "cuda"
+        """Launching a cast takes longer than casting."""
         actions = [self._action(instruction) for instruction in program.instructions]
         self._actions = list(self._joined(actions))
         self._all_actions = [action or _nothing for action in actions]
@@ -193,13 +196,17 @@ class Engine:
         """Of each weight, where its memory is, and the leaf that stands for it."""
 
         def run() -> None:
-            for k, (slot, weight, dtype, trained) in enumerate(rows):
-                place, leaf = lasting[k]
+            changed = []
+            for k, (slot, weight, _, _) in enumerate(rows):
+                place, values[slot] = lasting[k]
                 if weight.data_ptr() != place:  # the first step, or somebody has set its data
-                    leaf = weight.detach().to(dtype).requires_grad_(trained)
-                    if leaf.data_ptr() == weight.data_ptr():  # no copy in another precision
-                        lasting[k] = weight.data_ptr(), leaf
-                values[slot] = leaf
+                    changed.append(k)
+            now = [rows[k] for k in changed]
+            leaves = cast([weight.detach() for _, weight, _, _ in now], [dtype for _, _, dtype, _ in now], self._on_gpu)
+            for k, (slot, weight, _, trained), leaf in zip(changed, now, leaves, strict=True):
+                values[slot] = leaf.requires_grad_(trained)
+                if leaf.data_ptr() == weight.data_ptr():  # no copy in another precision
+                    lasting[k] = weight.data_ptr(), leaf
 
         return run
 
@@ -230,6 +237,7 @@ class Engine:
             first = w not in self._delivered
             self._delivered.add(w)
             rows.append((self.weights[self.lowered.weights[w].tensor], slot, first))
+        parts = in_parts([weight.nbytes for weight, _, _ in rows])
         shared: set[Slot] | None = None
         """Those that need memory of their own. Autograd's graph is the same in every step, and so are these."""
 
@@ -238,7 +246,17 @@ class Engine:
             if shared is None or self.compiler is not None:
                 made = [slot for _, slot, _ in rows if values[slot] is not None]
                 shared = {slot for slot in made if is_shared(values[slot], self._seen)}
-            for weight, slot, first in rows:
+            for part in parts:
+                give([rows[k] for k in part])
+
+        def give(some: Sequence[tuple[Tensor, Slot, bool]]) -> None:
+            assert shared is not None
+            if self._on_gpu:
+                there = [(weight.dtype, slot) for weight, slot, _ in some if values[slot] is not None]
+                found = cast([values[slot] for _, slot in there], [dtype for dtype, _ in there], True)
+                for (_, slot), gradient in zip(there, found, strict=True):
+                    values[slot] = gradient
+            for weight, slot, first in some:
                 gradient, values[slot] = values[slot], None
                 if gradient is None:  # the loss does not depend on it
                     gradient = torch.zeros_like(weight)

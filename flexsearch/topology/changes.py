@@ -71,7 +71,7 @@ def with_device(topology: Topology, kind: Device, backend: Literal["gloo", "nccl
 
 
 def captured(topology: Topology) -> Topology:
-    """GPUs whose steps are compiled and captured as graphs: their hosts launch nothing. Raises TopologyError where no
+    """GPUs whose steps are captured as graphs: their hosts launch nothing. Raises TopologyError where no
     host has launches of its own, as on CPUs, where they are a part of each operator's time."""
     if not any(device.launch_s > 0.0 for device in topology.devices):
         raise TopologyError(
@@ -99,7 +99,7 @@ def with_code(topology: Topology, kind: CodeKind) -> Topology:
     own = topology.code
     if own is not None and own.kind == kind:
         return topology
-    if kind == "captured":
+    if kind == "captured" and (own is None or own.kind != "fused"):
         return edited(captured(topology), code=None if own is None else own.model_copy(update={"kind": kind}))
     if own is None or own.kind != "fused":
         what = "does not say which code its figures are of" if own is None else f"has the figures of {own.kind} code"
@@ -109,21 +109,25 @@ def with_code(topology: Topology, kind: CodeKind) -> Topology:
         )
     change = code_change(kind)
     changed = _devices(topology, lambda device: _chains(device, change))
-    return edited(
-        changed, code=Code(kind=kind, describes=change.describes, error=change.error, origin=change.origin)
-    )  # fmt: skip
+    code = Code(kind=kind, describes=change.describes)
+    return edited(captured(changed) if kind == "captured" else changed, code=code)
 
 
 def _chains(device: Device, change: CodeChange) -> dict[str, object]:
     """Figures of a device whose fused kernels are the chains of a code."""
     launches = device.launched
     halves = {"efficiency": change.passes_half, "efficiency_full": change.passes_full}
-    figures: dict[str, object] = {
-        name: (getattr(device, name) or USUAL).model_copy(update={"passes": passes}) for name, passes in halves.items()
-    }
+    figures: dict[str, object] = {}
+    for name, passes in halves.items():
+        reached = getattr(device, name) or USUAL
+        start_s = reached.overhead_s if change.start_s is None else min(reached.overhead_s, change.start_s)
+        unaligned = USUAL.unaligned if change.pads else reached.unaligned
+        more = {"passes": passes, "overhead_s": start_s, "unaligned": unaligned}
+        figures[name] = reached.model_copy(update=more)
     if device.launch_s > 0.0:
         figures["overhead_s"] = max(device.overhead_s, change.launch_s)
-    return figures | {"launches": launches.model_copy(update={"kernels": launches.kernels | change.kernels})}
+    counts = {"kernels": launches.kernels | change.kernels, "casts": change.casts}
+    return figures | {"launches": launches.model_copy(update=counts)}
 
 
 def device_named(name: str) -> Device:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, Strict
 
 from flexsearch.files import FileModel, load, shipped
 from flexsearch.quantities import Count, Elements, Factor, LatencySeconds, Name, Share, Text
@@ -26,7 +26,9 @@ class Efficiency(FileModel):
     """What kernels reach of a device's peaks.
 
     ``matrix``: share of the FLOP/s that large matrix products reach; a product of an (m, k) and a (k, n) matrix
-    reaches ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``convolution``:
+    reaches ``matrix / ((1 + s/m) (1 + s/n) (1 + s/k))`` with s = ``matrix_size``, in elements. ``unaligned``: the
+    most that products reach whose columns n or summed indices k are odd, or multiples of 2 or of 4 and not of 8: tensor
+    cores read rows that begin at multiples of 16 bytes. ``convolution``:
     what those of windows reach, over matrix products of their sizes. ``attention_forward``, ``attention_backward``:
     of causal attention in one kernel, whose mask counts as full work, so up to twice what it computes; attention
     without one takes twice as long. ``other``: of operators that are no matrix products, which do no fused
@@ -37,6 +39,7 @@ class Efficiency(FileModel):
 
     matrix: Share = 0.6
     matrix_size: Elements = 0.0
+    unaligned: Annotated[tuple[Share, Share, Share], Strict(False)] = (1.0, 1.0, 1.0)
     convolution: Factor = 1.0
     attention_forward: Annotated[Factor, Field(le=2.0)] = 0.6
     attention_backward: Annotated[Factor, Field(le=2.0)] = 0.6
@@ -55,13 +58,15 @@ class Launches(FileModel):
     """What a host launches. ``communication``: launches that handing over a communication takes as long as: an event is
     recorded, the communication's stream waits for it, a kernel is launched. ``sgd``, ``momentum``, ``adam``: passes
     that an update takes for each tensor, on a CPU. ``kernels``: by kind of operator, where one is a chain of
-    several kernels (not fused), how many."""
+    several kernels (not fused), how many. ``casts``: in mixed precision, for each weight that is cast to half precision
+    before a step, and its gradient back behind it; 0 where the optimizer does that with the update."""
 
     communication: Count = 3
     sgd: Count = 1
     momentum: Count = 2
     adam: Count = 6
     kernels: dict[Name, Annotated[Count, Field(ge=1)]] = Field(default_factory=dict)
+    casts: Count = 0
 
     def update(self, optimizer: str) -> int:
         """Passes of an update for each tensor."""

@@ -239,7 +239,7 @@ class Estimates:
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
         tail = float((exposed + update - earlier).max())
         # Hosts launch ahead and wait for nothing, so that the longer of the two counts.
-        updates = self.works.costs.update_launches(options.optimizer)
+        updates = self.works.costs.update_launches(options.optimizer, options.precision)
         launching = _by_rank(ranks, layout.microbatches * parts.host + updates * parts.tensors * parts.launch_s)
         seconds = max(lead + running + max(tail, 0.0), float(launching.max()))
         return Estimate(seconds, self._used(layout, options, parts, ranks, weights, copies))
