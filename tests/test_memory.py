@@ -25,7 +25,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import Memory, memory
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.memory import Span, memory_of, spans_of
+from flexsearch.simulate.memory import memory_of
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.schedule import placement
@@ -33,6 +33,7 @@ from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
 from tests.memory_oracle import put_together, spans_of_tasks
+from tests.memory_spans import Span, spans_of
 from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer

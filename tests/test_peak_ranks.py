@@ -26,13 +26,14 @@ from flexsearch.runtime.held import held_by
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate import simulate
-from flexsearch.simulate.memory import PARTS, memory, memory_curves, spans_of
+from flexsearch.simulate.memory import PARTS, memory, memory_curves
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.files import StrategyFile
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
+from tests.memory_spans import spans_of
 from tests.ranks import pool
 from tests.staged_plans import Deep, tokens_loss
 
