@@ -60,9 +60,26 @@ def viewed() -> OperatorGraph:
     return b.finish(b.linear("fc2", scaled, 10))
 
 
+@cache
+def narrow() -> OperatorGraph:
+    """Attention of values with fewer features than queries: zeros behind them, for all samples or for a part at a time,
+    as queries of a piece are few or many."""
+    b, batch, heads, seq = Builder("narrow"), 8, 4, 64
+    x, parts = b.source("x", batch, seq, 12), []
+    for name, size in (("q", 64), ("k", 64), ("v", 16)):
+        z = b.linear(name, x, heads * size)
+        z = b.add(f"{name}.view", "view", "b s (h D) -> b s h D", [z], [batch, seq, heads, size])
+        parts.append(b.add(f"{name}.t", "permute", "b s h D -> b h s D", [z], [batch, heads, seq, size]))
+    pattern = "b h q E, b h K E, b h K v -> b h q v"
+    y = b.add("attention", "attention", pattern, parts, [batch, heads, seq, 16])
+    y = b.add("back", "permute", "b h s D -> b s h D", [y], [batch, seq, heads, 16])
+    y = b.linear("out", b.add("merge", "view", "b s h D -> b s (h D)", [y], [batch, seq, heads * 16]), 10)
+    return b.finish(b.add("flat", "view", "b s v -> (b s) v", [y], [batch * seq, 10]))
+
+
 GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
     "mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "normed": normed, "tied": tied,
-    "viewed": viewed, "divided": lambda: with_weight_gradients(mlp(), able(mlp())),
+    "viewed": viewed, "narrow": narrow, "divided": lambda: with_weight_gradients(mlp(), able(mlp())),
 }  # fmt: skip
 
 
