@@ -157,6 +157,13 @@ def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
         configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]
 
 
+def test_zeros_are_put_behind_values_on_cpus_alone() -> None:
+    for name in ("slow hosts", "two nodes of GPUs"):
+        graph, cluster = narrow(), TOPOLOGIES[name]()
+        lowering = Lowering(graph, cluster, Costs(graph, cluster))
+        check(lowering.lower([make_config(op, {}, (0,)) for op in graph.operators], Options()))
+
+
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(data=st.data())
 def test_spans_of_any_strategy_are_those_of_the_definition(data: st.DataObject) -> None:
