@@ -161,7 +161,10 @@ def test_zeros_are_put_behind_values_on_cpus_alone() -> None:
     for name in ("slow hosts", "two nodes of GPUs"):
         graph, cluster = narrow(), TOPOLOGIES[name]()
         lowering = Lowering(graph, cluster, Costs(graph, cluster))
-        check(lowering.lower([make_config(op, {}, (0,)) for op in graph.operators], Options()))
+        for count in (1, 2):  # in four parts; two would save nothing
+            samples = [dict.fromkeys(op.axes_of("sample")[:1], count) for op in graph.operators]
+            configs = [make_config(op, s, range(count)) for op, s in zip(graph.operators, samples, strict=True)]
+            check(lowering.lower(configs, Options()))
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)
