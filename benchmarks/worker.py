@@ -7,6 +7,7 @@ JSON on the last line of its standard output.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import json
@@ -14,6 +15,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import alternate
-from flexsearch.allocator import return_freed_memory
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.ranks import prefer_throughput
 from flexsearch.runtime.launch import end, report
@@ -243,8 +244,14 @@ def measure(job: Job) -> dict[str, Measured]:
         results[name] = _result(variant, [variant.turn(job.steps) for _ in range(job.rounds)], job)
         del variant
         gc.collect()
-        return_freed_memory()
+        _return_freed_memory()
     return results
+
+
+def _return_freed_memory() -> None:
+    """To the system, what glibc keeps (``flexsearch.allocator``) of a model that is not needed any more."""
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _warm(variant: Variant, job: Job) -> Variant:

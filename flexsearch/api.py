@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from flexsearch.cost import Profile
@@ -60,24 +60,10 @@ def optimize(
     Raises RecipeError, ImportModelError, TopologyError, ProfileError; UsageError for an argument that makes no sense;
     StrategyError if no plan was found that fits into memory."""
     _check(margin, processes, start, options, {"pins": pins, "allow": allow})
-    example = None
-    if isinstance(model, OperatorGraph):
-        graph = model
-    else:
-        from flexsearch.graph.importer import import_model, inputs_and_targets
-        from flexsearch.runtime.retrace import on_meta
-
-        inputs, targets = inputs_and_targets(inputs, targets, loss)
-        graph = import_model(model, inputs, loss, targets=targets)
-        example = (*on_meta((inputs, targets)), loss)
+    graph, example = _graph_and_example(model, inputs, loss, targets)
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
     setting = Setting.of(graph, cluster, profile)
-    seconds = parse_budget(budget)[0]
-    if space not in get_args(Space) or (space == "layouts" and seconds is None):
-        raise StrategyError(
-            f"there is no search with space={space!r} and budget={budget!r}",
-            'Give "free", "splits" or "layouts"; for layouts a budget of time, as "60s".',
-        )
+    _check_space(space, budget)
 
     def search_layouts(share: str | float) -> HybridResult:
         return setting.search_layouts(share, options=options, processes=processes, margin=margin)
@@ -88,24 +74,62 @@ def optimize(
             weight_gradients=weight_gradients,
         )  # fmt: skip
 
-    splits: SearchResult | None = None
-    layouts: HybridResult | None = None
-    if space == "layouts":
-        layouts = search_layouts(budget)
-    elif space == "free" and seconds is not None and start is None and not pins:
-        splits, layouts = search_both(seconds, graph, len(cluster.devices), search_splits, search_layouts)
-    else:
-        splits = search_splits(budget)
+    if start is not None or pins:  # both are about splits
+        space = "splits" if space == "free" else space
+    splits, layouts = _searched(setting, space, budget, search_splits, search_layouts)
     strategy = _preferred(splits, layouts, margin, cluster)
     if allow:
-        from flexsearch.search.recipes import best_allowed
-
-        for one in best_allowed(graph, cluster, setting.costs, [strategy], allow)[:1]:
-            if one.simulation.makespan_s < setting.step(strategy).makespan_s:
-                strategy = one.strategy
-                strategy.prediction = Prediction(iteration_s=one.simulation.makespan_s)
+        strategy = _with_recipe(setting, strategy, allow)
     strategy.example = example
     return strategy
+
+
+def _graph_and_example(
+    model: nn.Module | OperatorGraph, inputs: Any, loss: Loss | None, targets: Any
+) -> tuple[OperatorGraph, Any]:
+    """The graph of a model, and without values what it was made from (``Strategy.example``); a graph as it is."""
+    if isinstance(model, OperatorGraph):
+        return model, None
+    from flexsearch.graph.importer import import_model, inputs_and_targets
+    from flexsearch.runtime.retrace import on_meta
+
+    inputs, targets = inputs_and_targets(inputs, targets, loss)
+    graph = import_model(model, inputs, loss, targets=targets)
+    return graph, (*on_meta((inputs, targets)), loss)
+
+
+def _searched(
+    setting: Setting, space: Space, budget: str | float, splits: Callable[[str | float], SearchResult],
+    layouts: Callable[[str | float], HybridResult],
+) -> tuple[SearchResult | None, HybridResult | None]:  # fmt: skip
+    """What the searches of a space find; those of both share a budget of time."""
+    if space == "layouts":
+        return None, layouts(budget)
+    if space == "free" and (seconds := parse_budget(budget)[0]) is not None:
+        return search_both(seconds, setting.graph, len(setting.topology.devices), splits, layouts)
+    return splits(budget), None
+
+
+def _with_recipe(setting: Setting, strategy: Strategy, allow: Sequence[str]) -> Strategy:
+    """The plan with the fastest recipe that is allowed, if that is faster; else the plan itself."""
+    from flexsearch.search.recipes import best_allowed
+
+    best = best_allowed(setting.graph, setting.topology, setting.costs, [strategy], allow)[:1]
+    if not best or best[0].simulation.makespan_s >= setting.step(strategy).makespan_s:
+        return strategy
+    strategy = best[0].strategy
+    strategy.prediction = Prediction(iteration_s=best[0].simulation.makespan_s)
+    return strategy
+
+
+def _check_space(space: str, budget: str | float) -> None:
+    """Raise StrategyError if there is no such search, or the budget is none."""
+    seconds = parse_budget(budget)[0]
+    if space not in get_args(Space) or (space == "layouts" and seconds is None):
+        raise StrategyError(
+            f"there is no search with space={space!r} and budget={budget!r}",
+            'Give "free", "splits" or "layouts"; for layouts a budget of time, as "60s".',
+        )
 
 
 def _check(

@@ -110,12 +110,8 @@ def converge(
     raced = combinations(allow) if allow else []
     measure, target = _asked(target_loss, target_accuracy)
     recipes = recipes or ("all-reduce",)
-    for name, value in (("number of epochs", epochs), ("batch", batch)):
-        whole(name, value)
-    whole("seed", seed, 0)
     lr = lr if lr is not None else 0.1 if optimizer == "sgd" else 0.001
-    number("learning rate", lr)
-    number("momentum", momentum, most=0.999, least=True)
+    _check_training(epochs, batch, seed, lr, momentum)
     named = Topology.load(topology) if isinstance(topology, str) else topology
     cluster = Cluster(named, workers, step_s, slow, jitter)
     parsed = [(r, None) if _is_file(r) else (r, parse_recipe(r) if isinstance(r, str) else r) for r in recipes]
@@ -129,6 +125,15 @@ def converge(
     trials = _Trials(cluster, training, module, own_loss, title)
     result = replace(trials.run(parsed, on_epoch), asked=target, measure=measure)
     return trials.race(result, raced, on_epoch) if raced else result
+
+
+def _check_training(epochs: int, batch: int, seed: int, lr: float, momentum: float) -> None:
+    """Raise RecipeError for numbers that no training has."""
+    for name, value in (("number of epochs", epochs), ("batch", batch)):
+        whole(name, value)
+    whole("seed", seed, 0)
+    number("learning rate", lr)
+    number("momentum", momentum, most=0.999, least=True)
 
 
 def _asked(loss: float | None, accuracy: float | None) -> tuple[Measure, float | None]:

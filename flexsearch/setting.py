@@ -28,8 +28,9 @@ from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
-from flexsearch.strategy.baselines import baselines, effective
+from flexsearch.strategy.baselines import baselines
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.weights import effective
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.strategy import Options, States, Strategy
-from flexsearch.strategy.baselines import has_weights, inside_group
+from flexsearch.strategy.baselines import inside_group
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.tensor_parallel import flow
+from flexsearch.strategy.weights import has_weights
 from flexsearch.topology import Topology
 from flexsearch.zoo.base import ZooModel
 from flexsearch.zoo.cnn import lenet

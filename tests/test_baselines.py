@@ -19,8 +19,9 @@ from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import reshard
 from flexsearch.lower.split import Splitter
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
-from flexsearch.strategy.baselines import NAMES, baseline, baselines, is_heavy
+from flexsearch.strategy.baselines import NAMES, baseline, baselines
 from flexsearch.strategy.propagate import Propagation, follow
+from flexsearch.strategy.weights import is_heavy
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
 from flexsearch.topology.kernels import USUAL

@@ -232,16 +232,6 @@ def test_durations_are_whole_ticks_so_that_their_sums_are_exact(graph: Any, name
     assert np.cumsum(shuffled)[-1] == np.cumsum(tasks.duration)[-1] < 2.0**53 * TICK  # up to there sums are exact
 
 
-def test_a_plan_made_from_nothing_takes_as_long_as_one_that_was_proposed() -> None:
-    graph, topology = tied(), Topology.load("p100:1")
-    rng, space = np.random.default_rng(0), Space(graph, topology)
-    first, second = space.random_plan(rng), space.random_plan(rng)
-    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), first)
-    expected = simulator.propose(differences(second, first))
-    assert simulator.from_nothing(dict(enumerate(second))) == expected
-    assert simulator.configs == second
-
-
 def test_the_check_can_fail() -> None:
     graph, topology, options = mlp(), Topology.load("p100:1"), Options()
     rng, space = np.random.default_rng(0), Space(graph, topology)

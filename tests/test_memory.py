@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
+from flexsearch.direct import direct
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.weight_gradients import able, with_weight_gradients
 from flexsearch.lower import Lowered, Lowering
@@ -25,7 +26,9 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import Memory, memory
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.memory import Span, memory_of, spans_of
+from flexsearch.simulate.lifetimes import list_spans
+from flexsearch.simulate.memory import _account, memory_of
+from flexsearch.simulate.most import most_bytes
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.schedule import placement
@@ -33,6 +36,7 @@ from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
 from tests.memory_oracle import put_together, spans_of_tasks
+from tests.memory_spans import Span, spans_of
 from tests.proposals import propose
 from tests.random_strategies import strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
@@ -41,6 +45,7 @@ from tests.test_schedule import staged
 from tests.test_search import with_memory
 
 Configs = tuple[OperatorConfig, ...]
+_list_spans, _most_bytes = direct(list_spans), direct(most_bytes)
 OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
@@ -59,9 +64,26 @@ def viewed() -> OperatorGraph:
     return b.finish(b.linear("fc2", scaled, 10))
 
 
+@cache
+def narrow() -> OperatorGraph:
+    """Attention of values with fewer features than queries: zeros behind them, for all samples or for a part at a time,
+    as queries of a piece are few or many."""
+    b, batch, heads, seq = Builder("narrow"), 8, 4, 64
+    x, parts = b.source("x", batch, seq, 12), []
+    for name, size in (("q", 64), ("k", 64), ("v", 16)):
+        z = b.linear(name, x, heads * size)
+        z = b.add(f"{name}.view", "view", "b s (h D) -> b s h D", [z], [batch, seq, heads, size])
+        parts.append(b.add(f"{name}.t", "permute", "b s h D -> b h s D", [z], [batch, heads, seq, size]))
+    pattern = "b h q E, b h K E, b h K v -> b h q v"
+    y = b.add("attention", "attention", pattern, parts, [batch, heads, seq, 16])
+    y = b.add("back", "permute", "b h s D -> b s h D", [y], [batch, seq, heads, 16])
+    y = b.linear("out", b.add("merge", "view", "b s h D -> b s (h D)", [y], [batch, seq, heads * 16]), 10)
+    return b.finish(b.add("flat", "view", "b s v -> (b s) v", [y], [batch * seq, 10]))
+
+
 GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
     "mlp": mlp, "cnn": cnn, "transformer": lambda: transformer(layers=1), "normed": normed, "tied": tied,
-    "viewed": viewed, "divided": lambda: with_weight_gradients(mlp(), able(mlp())),
+    "viewed": viewed, "narrow": narrow, "divided": lambda: with_weight_gradients(mlp(), able(mlp())),
 }  # fmt: skip
 
 
@@ -139,6 +161,16 @@ def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
         configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]
 
 
+def test_zeros_are_put_behind_values_on_cpus_alone() -> None:
+    for name in ("slow hosts", "two nodes of GPUs"):
+        graph, cluster = narrow(), TOPOLOGIES[name]()
+        lowering = Lowering(graph, cluster, Costs(graph, cluster))
+        for count in (1, 2):  # in four parts; two would save nothing
+            samples = [dict.fromkeys(op.axes_of("sample")[:1], count) for op in graph.operators]
+            configs = [make_config(op, s, range(count)) for op, s in zip(graph.operators, samples, strict=True)]
+            check(lowering.lower(configs, Options()))
+
+
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(data=st.data())
 def test_spans_of_any_strategy_are_those_of_the_definition(data: st.DataObject) -> None:
@@ -212,6 +244,21 @@ def middling(graph: OperatorGraph, topology: Topology) -> Topology:
 def test_the_account_of_any_walk_is_that_of_the_plan(name: str, seed: int) -> None:
     graph = GRAPHS[name]()
     walk(graph, middling(graph, TOPOLOGIES["slow hosts"]()), seed, 25)
+
+
+def test_no_unit_takes_more_than_what_is_said_at_once() -> None:
+    """A plan whose units come to less than there is room for is not looked at closer."""
+    for make in GRAPHS.values():
+        graph, cluster = make(), TOPOLOGIES["slow hosts"]()
+        rng, lowering = np.random.Generator(np.random.PCG64(5)), Lowering(graph, cluster, Costs(graph, cluster))
+        for bucket in (1, 1000, 25 * 2**20):
+            lowered = lowering.lower(Space(graph, cluster).random_plan(rng), Options(bucket_bytes=bucket))
+            account, sources, state = _account(lowered)
+            for unit in map(np.uint64, range(len(sources.units.root))):
+                _list_spans(sources, state, unit, account.spans)
+                count, taken = int(account.spans.size[0]), np.zeros(len(cluster.devices), np.int64)
+                np.add.at(taken, account.spans.device[:count], account.spans.nbytes[:count])
+                assert taken.max() <= _most_bytes(sources, state, unit)
 
 
 def test_a_change_that_lacks_memory_for_several_microbatches_is_noticed() -> None:

@@ -15,11 +15,11 @@ from flexsearch.lower import lower
 from flexsearch.runtime.parallel import distribute
 from flexsearch.runtime.parts import Arrival
 from flexsearch.search.space import Space
-from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baselines
 from flexsearch.strategy.files import StrategyFile
 from flexsearch.topology import Topology
+from tests.memory_spans import spans_of
 from tests.ranks import pool
 from tests.small_models import case
 from tests.test_numerics import _imported, _sgd

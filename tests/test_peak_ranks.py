@@ -20,19 +20,21 @@ from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.graph.ops.attention_narrow import narrow_attention
 from flexsearch.graph.ops.loss_functions import ClassLosses
+from flexsearch.graph.ops.zeros import backward_elements, forward_elements, parts_of
 from flexsearch.lower import lower_for_ranks
 from flexsearch.lower.actions import Action
 from flexsearch.runtime.held import held_by
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import distribute
 from flexsearch.simulate import simulate
-from flexsearch.simulate.memory import PARTS, memory, memory_curves, spans_of
+from flexsearch.simulate.memory import PARTS, memory, memory_curves
 from flexsearch.strategy import Options, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.files import StrategyFile
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
+from tests.memory_spans import spans_of
 from tests.ranks import pool
 from tests.staged_plans import Deep, tokens_loss
 
@@ -249,6 +251,23 @@ def test_zeros_behind_values_are_there_for_a_part_of_the_samples_at_a_time() -> 
         assert torch.allclose(got, whole, atol=1e-5)
     one = narrow_attention(q[:1], k[:1], v[:1], mask[:1])  # of one sample the heads
     assert torch.allclose(one, out[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 8])
+def test_zeros_behind_values_take_what_the_account_says(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    q, k, v = (torch.randn(samples, 8, 64, features, requires_grad=True) for features in (64, 64, 32))
+    with LiveBytes((q, k, v)) as live:
+        out = narrow_attention(q, k, v)
+    parts, sizes = parts_of(q.nbytes), (q.numel(), k.numel(), out.numel())
+    assert (parts > 1) == (samples == 8)
+    expected = forward_elements(*sizes, parts) * q.element_size()
+    assert live.peak - live.live == pytest.approx(expected, rel=0.05)
+    given = torch.ones_like(out)
+    with LiveBytes((q, k, v, out, given)) as live:
+        gradients = torch.autograd.grad(out, (q, k, v), given)
+    expected = backward_elements(*sizes, parts) * q.element_size()
+    assert live.peak - sum(x.nbytes for x in gradients) == pytest.approx(expected, rel=0.05)
 
 
 def test_cross_entropy_makes_one_gradient_as_large_as_the_scores() -> None:

@@ -18,11 +18,11 @@ from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
 from flexsearch.setting import Setting
-from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.conftest import Cli
+from tests.memory_spans import spans_of
 from tests.test_baselines import mlp, transformer
 from tests.test_delta import TOPOLOGIES, normed, tied
 from tests.test_memory import check, walk

@@ -29,7 +29,6 @@ from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.search.space import Space
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.engine import Engine
-from flexsearch.simulate.memory import spans_of
 from flexsearch.simulate.units import make_account
 from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
@@ -37,6 +36,7 @@ from flexsearch.topology import Topology
 from tests import test_delta, test_memory
 from tests.conftest import Cli
 from tests.engine_oracle import Simulation as EngineOracle
+from tests.memory_spans import spans_of
 from tests.test_baselines import mlp, transformer
 from tests.test_delta import TOPOLOGIES, tied
 

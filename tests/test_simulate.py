@@ -21,11 +21,11 @@ from flexsearch.lower import Lowered, Lowering, lower
 from flexsearch.lower.rows import FORWARD
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import Memory, makespan, over_memory, simulate
-from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests import engine_oracle
+from tests.memory_spans import spans_of
 from tests.random_strategies import strategies
 from tests.test_delta import TOPOLOGIES
 

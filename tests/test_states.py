@@ -15,10 +15,10 @@ from flexsearch.lower import Lowered, Lowering, TaskKind
 from flexsearch.lower.schedule import Stages
 from flexsearch.simulate import memory
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.memory import spans_of
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Communication, Link, Topology
+from tests.memory_spans import spans_of
 from tests.test_baselines import mlp, transformer
 from tests.test_recompute import stack
 

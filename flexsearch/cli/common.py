@@ -8,8 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import MISSING, fields
+from functools import update_wrapper
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -25,6 +28,31 @@ if TYPE_CHECKING:
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
     from flexsearch.topology.codes import CodeKind
+
+Record = TypeVar("Record")
+
+
+def with_options(options: type[Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
+    """Decorate a function of a record with what typer makes a command of: a function of the record's fields."""
+    types = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(
+            field.name, Parameter.KEYWORD_ONLY, annotation=types[field.name],
+            default=Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]  # fmt: skip
+
+    def decorate(run: Callable[[Record], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            run(options(**values))
+
+        update_wrapper(command, run)
+        command.__annotations__ = types
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 class _Plain(Console):

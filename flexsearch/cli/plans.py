@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,6 +27,7 @@ from flexsearch.cli.common import (
     setting_of,
     show,
     stdout,
+    with_options,
 )
 from flexsearch.cli.layouts import compare_staged, simulate_staged
 from flexsearch.cli.money import tell_cost, with_cost
@@ -35,8 +37,7 @@ from flexsearch.quantities import MAX_COUNT
 if TYPE_CHECKING:
     from flexsearch.report import PlanRow
     from flexsearch.setting import Setting
-    from flexsearch.strategy import Options
-    from flexsearch.topology.codes import CodeKind
+    from flexsearch.strategy import Options, Strategy
 
 OptimizerOption = Annotated[
     Literal["sgd", "momentum", "adam"],
@@ -87,30 +88,43 @@ def make_options(
     )  # fmt: skip
 
 
-def compare(
-    graph: MaybeGraphArgument = None,
-    topology: TopologyOption = None,
+@dataclass(frozen=True)
+class CompareOptions:
+    """In the order of ``--help``."""
+
+    graph: MaybeGraphArgument = None
+    topology: TopologyOption = None
     strategy: Annotated[
         list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file; as many as you like.")
-    ] = None,
-    profile: ProfileOption = None,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
-    reads: DataOption = None,
-    code: CodeOption = None,
-    optimizer: OptimizerOption = "momentum",
-    precision: RoundedOption = "as-is",
-    recompute: RecomputeOption = "none",
-    reshard_after_forward: ReshardOption = False,
-    prefetch: PrefetchOption = 1,
+    ] = None
+    profile: ProfileOption = None
+    batch: BatchOption = None
+    seq: SequenceOption = None
+    reads: DataOption = None
+    code: CodeOption = None
+    optimizer: OptimizerOption = "momentum"
+    precision: RoundedOption = "as-is"
+    recompute: RecomputeOption = "none"
+    reshard_after_forward: ReshardOption = False
+    prefetch: PrefetchOption = 1
     save: Annotated[
         str | None, typer.Option("--save", metavar="NAME", help="Write this baseline as a strategy file.")
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file that --save writes; default: NAME.json.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+    @property
+    def path(self) -> Path | None:
+        """What ``save`` writes."""
+        if self.output is not None and self.save is None:
+            raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
+        return self.output or (Path(f"{self.save.replace(' ', '-')}.json") if self.save is not None else None)
+
+
+@with_options(CompareOptions)
+def compare(options: CompareOptions) -> None:
     """Compare the baselines and any strategy files under the simulator.
 
     Each baseline gets the bucket size that suits it best; --save writes one of them, to be run, explained or changed.
@@ -119,28 +133,25 @@ def compare(
     """
     from flexsearch.report import plan_rows
 
-    if output is not None and save is None:
-        raise typer.BadParameter("give --save NAME: the baseline to write", param_hint="--output")
-    path = output or (Path(f"{save.replace(' ', '-')}.json") if save is not None else None)
-    setting = _compared_setting(
-        graph, topology, strategy or [], profile, Size(batch, seq), reads, code, precision == "tf32"
-    )
-    check_outputs({"--output": path}, graph, topology, profile, *(strategy or []))
-    given = {str(path): load_strategy(path, setting, staged=True) for path in strategy or []}
+    path, save, strategies = options.path, options.save, options.strategy or []
+    setting = _compared_setting(options)
+    check_outputs({"--output": path}, options.graph, options.topology, options.profile, *strategies)
+    given = {str(path): load_strategy(path, setting, staged=True) for path in strategies}
     if not all(plan.is_plain for plan in given.values()):
         if save is not None:
             raise typer.BadParameter(
                 "compare plans with stages or microbatches without it; they have no baselines in this table",
                 param_hint="--save",
             )
-        compare_staged(setting, given, as_json)
+        compare_staged(setting, given, options.as_json)
         return
-    options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
-    options = next(iter(given.values())).options if given else options
+    step = next(iter(given.values())).options if given else make_options(
+        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
+    )  # fmt: skip
     with Live(compiling()):
-        known = setting.baselines(options)
+        known = setting.baselines(step)
         if save is not None and save not in known:
-            setting.baseline(save, options)  # says why it does not apply
+            setting.baseline(save, step)  # says why it does not apply
         rows = [setting.named_row(name, s) for name, s in given.items()]
         others = [setting.row(name, s) for name, s in known.items()]
     if save is not None and path is not None:
@@ -156,72 +167,66 @@ def compare(
         if path is not None:
             stdout.print(f"\nWrote {save} to {path}.", soft_wrap=True)
 
-    show(as_json, data, human)
+    show(options.as_json, data, human)
 
 
-def _compared_setting(
-    graph: str | None, topology: str | None, strategies: list[Path], profile: Path | None, size: Size,
-    reads: str | None, code: CodeKind | None, rounds: bool,
-) -> Setting:  # fmt: skip
+def _compared_setting(options: CompareOptions) -> Setting:
     """What was named, else what the first strategy was made for, else the example."""
     from flexsearch.strategy import Strategy
 
-    if strategies and (graph is None or topology is None):
-        first = Strategy.load(strategies[0])
-        refuse_code(code, rounds)
-        how = "GRAPH, before the options"
-        return setting_of(strategies[0], first, graph, topology, profile, size, how)
-    return load_setting(*example(graph, topology, profile), profile, size, reads, code, rounds)
+    graph, topology, profile, size = options.graph, options.topology, options.profile, Size(options.batch, options.seq)
+    rounds = options.precision == "tf32"
+    if options.strategy and (graph is None or topology is None):
+        path = options.strategy[0]
+        first = Strategy.load(path)
+        refuse_code(options.code, rounds)
+        return setting_of(path, first, graph, topology, profile, size, "GRAPH, before the options")
+    return load_setting(*example(graph, topology, profile), profile, size, options.reads, options.code, rounds)
 
 
-def simulate(
-    graph: MaybeGraphArgument = None,
-    topology: TopologyOption = None,
-    strategy: Annotated[Path | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file.")] = None,
+@dataclass(frozen=True)
+class SimulateOptions:
+    """In the order of ``--help``."""
+
+    graph: MaybeGraphArgument = None
+    topology: TopologyOption = None
+    strategy: Annotated[Path | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file.")] = None
     baseline: Annotated[
         str | None, typer.Option("--baseline", metavar="NAME", help="A baseline instead: data-parallel, megatron, ...")
-    ] = None,
-    profile: ProfileOption = None,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
-    reads: DataOption = None,
-    code: CodeOption = None,
+    ] = None
+    profile: ProfileOption = None
+    batch: BatchOption = None
+    seq: SequenceOption = None
+    reads: DataOption = None
+    code: CodeOption = None
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the timeline as a Chrome trace, for ui.perfetto.dev.")
-    ] = None,
-    optimizer: OptimizerOption = "momentum",
-    precision: RoundedOption = "as-is",
-    recompute: RecomputeOption = "none",
-    reshard_after_forward: ReshardOption = False,
-    prefetch: PrefetchOption = 1,
-    cost_per_hour: PriceOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    optimizer: OptimizerOption = "momentum"
+    precision: RoundedOption = "as-is"
+    recompute: RecomputeOption = "none"
+    reshard_after_forward: ReshardOption = False
+    prefetch: PrefetchOption = 1
+    cost_per_hour: PriceOption = None
+    as_json: JsonOption = False
+
+
+@with_options(SimulateOptions)
+def simulate(options: SimulateOptions) -> None:
     """Simulate one training step of a plan: its time, how busy each device and link is, and peak memory.
 
     A strategy brings its topology, and names its graph if that is a shipped one; a baseline needs both.
     """
-    if (strategy is None) == (baseline is None):
+    trace, price = options.trace, options.cost_per_hour
+    if (options.strategy is None) == (options.baseline is None):
         raise typer.BadParameter("give either --strategy or --baseline")
-    check_outputs({"--trace": trace}, graph, topology, strategy, profile)
+    check_outputs({"--trace": trace}, options.graph, options.topology, options.strategy, options.profile)
     from flexsearch.report import save_trace
-    from flexsearch.strategy import Strategy
 
-    if strategy is not None:
-        refuse_code(code, precision == "tf32")
-        name, plan = str(strategy), Strategy.load(strategy)
-        size = Size(batch, seq)
-        setting = setting_of(strategy, plan, graph, topology, profile, size, "GRAPH, before the options")
-        if not plan.is_plain:
-            simulate_staged(setting, name, plan, trace, as_json, cost_per_hour)
-            return
-    else:
-        assert baseline is not None
-        if graph is None or topology is None:
-            raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
-        setting = load_setting(graph, topology, profile, Size(batch, seq), reads, code, precision == "tf32")
-        options = make_options(optimizer, precision, recompute, reshard_after_forward, prefetch)
-        name, plan = baseline, setting.baseline(baseline, options)
+    name, plan, setting = _named_plan(options)
+    if not plan.is_plain:
+        simulate_staged(setting, name, plan, trace, options.as_json, price)
+        return
     with Live(compiling()):
         row = setting.row(name, plan)
         yardsticks = setting.yardsticks(plan.options)
@@ -234,9 +239,30 @@ def simulate(
 
     def human() -> None:
         print_details(setting, row, yardsticks, trace)
-        tell_cost(setting, row.simulation.makespan_s, cost_per_hour)
+        tell_cost(setting, row.simulation.makespan_s, price)
 
-    show(as_json, with_cost(data, setting, cost_per_hour), human)
+    show(options.as_json, with_cost(data, setting, price), human)
+
+
+def _named_plan(options: SimulateOptions) -> tuple[str, Strategy, Setting]:
+    """The strategy or baseline to simulate, its name, and where it runs."""
+    from flexsearch.strategy import Strategy
+
+    graph, topology, profile, size = options.graph, options.topology, options.profile, Size(options.batch, options.seq)
+    rounds = options.precision == "tf32"
+    if options.strategy is not None:
+        refuse_code(options.code, rounds)
+        plan = Strategy.load(options.strategy)
+        how = "GRAPH, before the options"
+        return str(options.strategy), plan, setting_of(options.strategy, plan, graph, topology, profile, size, how)
+    assert options.baseline is not None
+    if graph is None or topology is None:
+        raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
+    setting = load_setting(graph, topology, profile, size, options.reads, options.code, rounds)
+    step = make_options(
+        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
+    )
+    return options.baseline, setting.baseline(options.baseline, step), setting
 
 
 def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:

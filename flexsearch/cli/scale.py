@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from flexsearch.cli.common import (
     check_outputs,
     show,
     stdout,
+    with_options,
 )
 from flexsearch.cli.layouts import need_time, too_large
 from flexsearch.cli.plans import OptimizerOption, PrecisionOption, make_options
@@ -35,35 +37,48 @@ if TYPE_CHECKING:
     from flexsearch.topology.sizes import Sizes
 
 
-def scale(
-    graph: GraphArgument,
+@dataclass(frozen=True)
+class ScaleOptions:
+    """In the order of ``--help``."""
+
+    graph: GraphArgument
     topology: Annotated[
         str,
         typer.Option("--topology", "-t", metavar="T", help="A preset, or a topology file: the hosts to take more of."),
-    ],
+    ]
     up_to: Annotated[
         int, typer.Option("--up-to", min=1, max=4096, metavar="N", help="The most devices to plan for.")
-    ] = 64,
-    strong: Annotated[bool, typer.Option("--strong", help="Only strong scaling: all steps have one batch.")] = False,
-    weak: Annotated[bool, typer.Option("--weak", help="Only weak scaling: the batch grows with the devices.")] = False,
+    ] = 64
+    strong: Annotated[bool, typer.Option("--strong", help="Only strong scaling: all steps have one batch.")] = False
+    weak: Annotated[bool, typer.Option("--weak", help="Only weak scaling: the batch grows with the devices.")] = False
     budget: Annotated[
         str,
         typer.Option("--budget", "-b", metavar="15s|500", help="How long to search for each number of devices."),
-    ] = "15s",
-    profile: ProfileOption = None,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
-    optimizer: OptimizerOption = "momentum",
-    precision: PrecisionOption = "as-is",
+    ] = "15s"
+    profile: ProfileOption = None
+    batch: BatchOption = None
+    seq: SequenceOption = None
+    optimizer: OptimizerOption = "momentum"
+    precision: PrecisionOption = "as-is"
     space: Annotated[
         Literal["free", "splits", "layouts"], typer.Option("--space", help="What to search, as in optimize.")
-    ] = "free",
-    cost_per_hour: PriceOption = None,
+    ] = "free"
+    cost_per_hour: PriceOption = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Draw the curves: a .png, .svg or .pdf file.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The curves: both if neither or both are asked for."""
+        if self.strong == self.weak:
+            return "strong", "weak"
+        return ("strong",) if self.strong else ("weak",)
+
+
+@with_options(ScaleOptions)
+def scale(options: ScaleOptions) -> None:
     """Plan a training step for more and more devices: step time, efficiency and memory, and where more stop paying.
 
     The number of devices doubles, from one to whole hosts to --up-to; hosts are those of the topology.
@@ -72,9 +87,10 @@ def scale(
     """
     from flexsearch.report.plots import FORMATS
 
+    graph, topology, output, space = options.graph, options.topology, options.output, options.space
     if output is not None and output.suffix.removeprefix(".") not in FORMATS:
         raise typer.BadParameter(f"{output} cannot be drawn; give a .png, .svg or .pdf file", param_hint="--output")
-    check_outputs({"--output": output}, graph, topology, profile)
+    check_outputs({"--output": output}, graph, topology, options.profile)
     from flexsearch.cli.details import times_words
     from flexsearch.cost import Profile
     from flexsearch.report.money import Price
@@ -82,25 +98,23 @@ def scale(
     from flexsearch.setting import parse_budget
     from flexsearch.topology.sizes import Sizes
 
-    parse_budget(budget)  # refused before the work
-    planned, sizes = Size(batch, seq).load(graph), Sizes.named(topology)
-    measured = Profile.load(profile) if profile is not None else None
+    parse_budget(options.budget)  # refused before the work
+    planned, sizes = Size(options.batch, options.seq).load(graph), Sizes.named(topology)
+    measured = Profile.load(options.profile) if options.profile is not None else None
     if space == "free" and too_large(planned):
         space = "layouts"
     if space == "layouts":
-        need_time(budget)
-    options = make_options(optimizer, precision, "none", False)
-    scaler = Scaler(planned, sizes, budget, options, space, measured)
-    kinds: tuple[Kind, ...] = ("strong",) if strong and not weak else ("weak",) if weak and not strong else (
-        "strong", "weak"
-    )  # fmt: skip
-    points = _collect(scaler, up_to, kinds)
-    curves = _curves(points, planned, Price(cost_per_hour) if cost_per_hour is not None else None)
+        need_time(options.budget)
+    step = make_options(options.optimizer, options.precision, "none", False)
+    scaler = Scaler(planned, sizes, options.budget, step, space, measured)
+    points = _collect(scaler, options.up_to, options.kinds)
+    price = options.cost_per_hour
+    curves = _curves(points, planned, Price(price) if price is not None else None)
     if output is not None:
         _draw(output, curves, planned, sizes)
     data = _data(curves, planned, sizes, space, output)
     headline = f"{_title(planned, sizes)}; {times_words(measured)}"
-    show(as_json, data, lambda: _say(curves, headline, space, options, output))
+    show(options.as_json, data, lambda: _say(curves, headline, space, step, output))
 
 
 def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, list[ScalingPoint]]:

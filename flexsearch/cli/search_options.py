@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from flexsearch.cli.common import FINITE
+from flexsearch.cli.common import (
+    FINITE,
+    BatchOption,
+    CodeOption,
+    DataOption,
+    JsonOption,
+    MaybeGraphArgument,
+    PriceOption,
+    ProfileOption,
+    SequenceOption,
+    Size,
+    TopologyOption,
+)
+from flexsearch.cli.models import SetOption
+from flexsearch.cli.plans import OptimizerOption, PrefetchOption, RecomputeOption, ReshardOption, RoundedOption
+from flexsearch.cli.verify import VerifyModelOption, VerifyOption, VerifyStepsOption
 
 BudgetOption = Annotated[
     str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search: a time, or a number of proposals.")
@@ -60,7 +76,8 @@ WeightGradientsOption = Annotated[
 AllowOption = Annotated[
     str | None,
     typer.Option(
-        "--allow", metavar="RECIPES",
+        "--allow",
+        metavar="RECIPES",
         help="Recipes of synchronisation that change the mathematics and may be chosen: local-sgd,gossip,top-k, whole "
         "recipes, or all.",
     ),
@@ -68,3 +85,52 @@ AllowOption = Annotated[
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", help="Draw the progress of the search: a .png, .svg or .pdf file.")
 ]
+
+
+@dataclass(frozen=True)
+class OptimizeOptions:
+    """In the order of ``--help``."""
+
+    graph: MaybeGraphArgument = None
+    topology: TopologyOption = None
+    budget: BudgetOption = "30s"
+    seed: SeedOption = 0
+    output: OutputOption = Path("strategy.json")
+    profile: ProfileOption = None
+    batch: BatchOption = None
+    seq: SequenceOption = None
+    reads: DataOption = None
+    code: CodeOption = None
+    resume: ResumeOption = None
+    pin: PinOption = None
+    optimizer: OptimizerOption = "momentum"
+    precision: RoundedOption = "as-is"
+    recompute: RecomputeOption = "none"
+    reshard_after_forward: ReshardOption = False
+    prefetch: PrefetchOption = 1
+    margin: MarginOption = None
+    processes: ProcessesOption = None
+    exhaustive: ExhaustiveOption = None
+    space: SpaceOption = "free"
+    plan_only: PlanOnlyOption = False
+    weight_gradients: WeightGradientsOption = False
+    verify: VerifyOption = None
+    model: VerifyModelOption = None
+    set_: SetOption = None
+    verify_steps: VerifyStepsOption = 10
+    cost_per_hour: PriceOption = None
+    plot: PlotOption = None
+    allow: AllowOption = None
+    as_json: JsonOption = False
+
+    @property
+    def size(self) -> Size:
+        """The size of the graph."""
+        return Size(self.batch, self.seq)
+
+    @property
+    def share(self) -> float | None:
+        """``--margin`` as a share. What is to be proved is the best plan, not the simplest of the good ones."""
+        if self.margin is not None:
+            return self.margin / 100
+        return None if self.exhaustive is None else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,7 @@ from flexsearch.cli.common import (
     setting_of,
     show,
     stdout,
+    with_options,
 )
 from flexsearch.cli.explain import GraphOption
 from flexsearch.cli.layouts import need_time, too_large
@@ -33,77 +35,86 @@ if TYPE_CHECKING:
     from flexsearch.spaces import Space
     from flexsearch.strategy import Strategy
     from flexsearch.topology import Topology
-    from flexsearch.topology.codes import CodeKind
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def what_if(
-    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")],
+@dataclass(frozen=True)
+class WhatIfOptions:
+    """In the order of ``--help``."""
+
+    strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="A strategy file.")]
     network: Annotated[
         list[str] | None,
         typer.Option(
-            "--network", metavar="2x|LINKS=2x",
+            "--network",
+            metavar="2x|LINKS=2x",
             help='Bandwidth of all links, or of those named so, as in "fabric=2x". Repeatable.',
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="2x|80GB", help="Memory of each device: GB or GiB.")
-    ] = None,
+    ] = None
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="D|1.5x",
+            "--device",
+            metavar="D|1.5x",
             help="Other devices: a model (H100-SXM5-80GB), a preset whose devices to take, or so much faster ones.",
         ),
-    ] = None,
-    code: CodeOption = None,
-    hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="So many hosts.")] = None,
+    ] = None
+    code: CodeOption = None
+    hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="So many hosts.")] = None
     topology: Annotated[
         str | None, typer.Option("--topology", "-t", metavar="T", help="Another cluster: a topology file, or a preset.")
-    ] = None,
-    budget: Annotated[
-        str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search anew.")
-    ] = "30s",
-    graph: GraphOption = None,
-    profile: ProfileOption = None,
-    batch: BatchOption = None,
-    seq: SequenceOption = None,
+    ] = None
+    budget: Annotated[str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search anew.")] = "30s"
+    graph: GraphOption = None
+    profile: ProfileOption = None
+    batch: BatchOption = None
+    seq: SequenceOption = None
     save_topology: Annotated[
         Path | None, typer.Option("--save-topology", metavar="FILE", help="Write the changed cluster.")
-    ] = None,
+    ] = None
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the fastest plan for the changed cluster.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+    ] = None
+    as_json: JsonOption = False
+
+
+@with_options(WhatIfOptions)
+def what_if(options: WhatIfOptions) -> None:
     """Change the cluster of a plan: what the same plan takes there, and what a new search finds.
 
     Changes may be combined. Other devices come first, then another code, memory and links.
     """
-    check_outputs({"--save-topology": save_topology, "--output": output}, strategy, graph, topology, profile)
+    strategy, graph, profile, output = options.strategy, options.graph, options.profile, options.output
+    outputs = {"--save-topology": options.save_topology, "--output": output}
+    check_outputs(outputs, strategy, graph, options.topology, profile)
     from flexsearch.setting import parse_budget
     from flexsearch.strategy import Strategy
 
-    parse_budget(budget)  # refused before the work
-    if device is not None and profile is not None:
+    parse_budget(options.budget)  # refused before the work
+    if options.device is not None and profile is not None:
         raise typer.BadParameter("measured times do not hold for other devices", param_hint="--device")
     plan = Strategy.load(strategy)
-    setting = setting_of(strategy, plan, graph, None, profile, Size(batch, seq), "--graph GRAPH")
-    changed, words = _changed(setting.topology, network or [], memory, device, code, hosts, topology)
-    outcome, best = _search(setting, plan, changed, words, budget)
-    if save_topology is not None:
-        changed.save(save_topology)
+    size = Size(options.batch, options.seq)
+    setting = setting_of(strategy, plan, graph, None, profile, size, "--graph GRAPH")
+    changed, words = _changed(setting.topology, options)
+    outcome, best = _search(setting, plan, changed, words, options.budget)
+    if options.save_topology is not None:
+        changed.save(options.save_topology)
     if output is not None and best is not None:
         best.save(output)
     from flexsearch.report.whatif import changed_data
 
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
-        **changed_data(outcome), "topology_path": str(save_topology) if save_topology is not None else None,
+        **changed_data(outcome),
+        "topology_path": str(options.save_topology) if options.save_topology is not None else None,
         "path": str(output) if output is not None and best is not None else None,
     }  # fmt: skip
-    show(as_json, data, lambda: _say(setting, outcome, save_topology, output))
+    show(options.as_json, data, lambda: _say(setting, outcome, options.save_topology, output))
 
 
 def _search(
@@ -149,16 +160,14 @@ def _say(setting: Setting, outcome: Changed, topology: Path | None, output: Path
 # ---- the changed cluster
 
 
-def _changed(
-    now: Topology, network: list[str], memory: str | None, device: str | None, code: CodeKind | None,
-    hosts: int | None, topology: str | None,
-) -> tuple[Topology, str]:  # fmt: skip
+def _changed(now: Topology, options: WhatIfOptions) -> tuple[Topology, str]:
     """The cluster that the options describe, and how it differs, in words."""
     from flexsearch.topology import Topology
     from flexsearch.topology.changes import edited, with_code
     from flexsearch.topology.sizes import Sizes
 
-    if not (network or memory or device or code or hosts or topology):
+    network, hosts, topology, code = options.network or [], options.hosts, options.topology, options.code
+    if not (network or options.memory or options.device or code or hosts or topology):
         raise typer.BadParameter("say what to change: --network, --memory, --device, --code, --hosts or --topology")
     cluster, words = now, list[str]()
     if topology is not None:
@@ -168,15 +177,15 @@ def _changed(
         sizes = Sizes.named(topology) if topology is not None else Sizes(now)
         cluster = sizes.of_hosts(hosts)
         words.append(f"{hosts} host{'s' * (hosts > 1)} instead of {len(sizes.whole.hosts)}")
-    if device is not None:
-        cluster, said = _with_device(cluster, device)
+    if options.device is not None:
+        cluster, said = _with_device(cluster, options.device)
         words.append(said)
     if code is not None:
         if cluster.code is not None and cluster.code.kind == code:
             raise typer.BadParameter(f"the figures of {cluster.name} are of {code} code already", param_hint="--code")
         cluster = with_code(cluster, code)
         words.append("steps captured as graphs" if code == "captured" else f"{code} code")
-    for option, given in ((_with_memory, memory), *((_with_links, one) for one in network)):
+    for option, given in ((_with_memory, options.memory), *((_with_links, one) for one in network)):
         if given is not None:
             cluster, said = option(cluster, given)
             words.append(said)

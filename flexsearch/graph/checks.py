@@ -11,15 +11,16 @@ import ast
 import linecache
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch._library.simple_registry import singleton as registry
 from torch.overrides import TorchFunctionMode
+
+from flexsearch.graph.private import without_effect
 
 
 class _Check(NamedTuple):
@@ -77,17 +78,10 @@ class Checks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def without_checks_of_matrices() -> Iterator[None]:
+def without_checks_of_matrices() -> AbstractContextManager[None]:
     """PyTorch traces the check that a matrix can be solved or factorised as an effect, in an order with others; as any
     other check it is left out."""
-    effect = registry.find("aten::_linalg_check_errors").effect
-    before = effect.effect
-    effect.register(None)
-    try:
-        yield
-    finally:
-        effect.register(before)
+    return without_effect("aten::_linalg_check_errors")
 
 
 def is_about_values(error: BaseException) -> bool:

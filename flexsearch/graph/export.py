@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import _trace as export_trace
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
@@ -24,6 +23,7 @@ from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
+from flexsearch.graph.private import export_prints_nothing
 from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks, weights_stay
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
@@ -232,16 +232,13 @@ def _quiet() -> Iterator[None]:
     """torch.export warns and logs about its own inner life, and prints graphs that it could not finish."""
     names = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx", "torch")
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), export_prints_nothing():
         warnings.simplefilter("ignore")
         for logger in levels:
             logger.setLevel(logging.CRITICAL + 1)
-        printing = vars(export_trace)
-        printing["print"] = lambda *_args, **_options: None
         try:
             yield
         finally:
-            del printing["print"]
             for logger, level in levels.items():
                 logger.setLevel(level)
 

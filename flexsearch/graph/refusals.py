@@ -4,9 +4,8 @@ Python that each call of the model changes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError
+from flexsearch.graph.private import converting_by
 
 _AFTERWARDS = "Remove it, and change gradients after step(batch), before the optimizer's step."
 _OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
@@ -31,12 +31,11 @@ def refuse_hooks(model: nn.Module) -> None:
             raise ImportModelError(f"{where} has a backward hook, which a plan would not call", _AFTERWARDS)
 
 
-@contextmanager
-def weights_stay() -> Iterator[None]:
+def weights_stay() -> AbstractContextManager[Any]:
     """While tracing, a layer that converts its weights (``layer.to(dtype)``, which ends in an error of torch's own)
     stays as it is where they are so already. Raises ImportModelError where they are not."""
 
-    def stay(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def stay(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         for x in (*module.parameters(recurse), *module.buffers(recurse)):
             with torch.no_grad():
                 other = convert(x)
@@ -49,8 +48,7 @@ def weights_stay() -> Iterator[None]:
                 )
         return module
 
-    with mock.patch.object(nn.Module, "_apply", stay):
-        yield
+    return converting_by(stay)
 
 
 class Refusing(TorchFunctionMode):

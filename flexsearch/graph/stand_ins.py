@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-try:  # private to PyTorch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-except ImportError:  # tensors on the meta device do, but for such numbers
-    FakeTensorMode = None  # type: ignore[assignment, misc]
+from flexsearch.graph.private import fake_tensors
 
 
 class StandIns:
@@ -27,7 +24,7 @@ class StandIns:
     def __init__(self, model: nn.Module) -> None:
         tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self.needed = any(x.is_meta for x in tensors.values())
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if FakeTensorMode is not None and self.needed else None
+        self._mode = fake_tensors() if self.needed else None
         self._by_original: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []

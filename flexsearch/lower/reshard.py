@@ -18,40 +18,25 @@ and for thousands of reshards; the moves are made again, by the same code, for t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.compiled import U32
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
-from flexsearch.cost.tally import Loads
-from flexsearch.direct import direct
 from flexsearch.graph import Box, intersect, volume
 from flexsearch.lower import planner
-from flexsearch.lower.footprints import note_used
-from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
+from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.moves import FREE, GIVEN, OWN
-from flexsearch.lower.traffic import NONE
+from flexsearch.lower.outline import LOCAL, Details, Outline, details_of, outline_of, rows_of
 from flexsearch.lower.workspace import (
-    DRAG,
     ERROR,
     FIRST,
     FULL,
     LAST,
-    LINK,
-    MESSAGE,
-    MIDDLE,
-    MOVE_FIRST,
-    MOVE_LAST,
-    MOVE_MIDDLE,
-    PHASES,
-    RECEIVE,
-    SEND,
-    TRIVIAL,
     Workspace,
     make_workspace,
 )
@@ -60,9 +45,6 @@ from flexsearch.topology.parts import FORMS
 
 ROOM = 1 << 14
 """Moves, and rows of links, for which there is room at first."""
-_note_used = direct(note_used)
-LOCAL = int(NONE)
-"""Exchange of a move that crosses no devices."""
 
 
 class Move(NamedTuple):
@@ -71,48 +53,6 @@ class Move(NamedTuple):
     source: int
     destination: int
     box: Box
-
-
-class Outline(NamedTuple):
-    """A reshard in sums. One row for each exchange, the first ``middle`` of them in the first phase: ``form`` (number
-    in ``FORMS``), ``nbytes`` (that cross devices); ``amount``, ``unit``, ``start`` (s), ``duration`` (s):
-    see ``workspace.Exchanges``. Lists of exchange x are rows ``end[x - 1]`` to ``end[x]`` of ``send``, ``receive``
-    (devices, ascending) and of the links and processors in ``loads``."""
-
-    form: U8
-    nbytes: I64
-    amount: I64
-    unit: I64
-    start: F64
-    duration: F64
-    leader: U32
-    send_end: U32
-    receive_end: U32
-    link_end: U32
-    drag_end: U32
-    send: U32
-    receive: U32
-    loads: Loads
-    phases: int
-    middle: int
-    trivial: bool
-
-
-class Details(NamedTuple):
-    """The rest of what was decided. ``between``: layout between the phases, if there are two. By move, the first
-    ``half`` of them of the first phase: ``source`` and ``destination`` entry, and ``exchange`` (LOCAL: none). Exchange
-    x has the ``messages`` (source and destination device, bytes) from ``message_end[x - 1]`` to ``message_end[x]``.
-    ``aliased``, ``used``: see ``Reshard``."""
-
-    between: Layout
-    source: list[int]
-    destination: list[int]
-    exchange: list[int]
-    half: int
-    message_end: list[int]
-    messages: list[tuple[int, int, int]]
-    aliased: frozenset[int]
-    used: frozenset[int]
 
 
 class Planner:
@@ -168,15 +108,15 @@ class Exchange:
         """Bytes that cross devices."""
         self.amount, self.start_s = int(outline.amount[x]), float(outline.start[x])
         """Bytes by which a collective is priced (of messages 0); seconds until bytes flow (of messages)."""
-        self.senders = tuple(outline.send[_rows(outline.send_end, x)].tolist())
-        self.receivers = tuple(outline.receive[_rows(outline.receive_end, x)].tolist())
+        self.senders = tuple(outline.send[rows_of(outline.send_end, x)].tolist())
+        self.receivers = tuple(outline.receive[rows_of(outline.receive_end, x)].tolist())
         self.devices = tuple(sorted({*self.senders, *self.receivers}))
 
     @cached_property
     def transfer(self) -> Transfer:
         """What it costs."""
         o, x = self._plan.outline, self._x
-        links, drags = _rows(o.link_end, x), _rows(o.drag_end, x)
+        links, drags = rows_of(o.link_end, x), rows_of(o.drag_end, x)
         return priced_transfer(float(o.duration[x]), o.loads, links, drags, int(o.unit[x]))
 
     @cached_property
@@ -188,7 +128,7 @@ class Exchange:
     def messages(self) -> tuple[tuple[int, int, int], ...]:
         """(source device, destination device, bytes) of the moves; empty for an all-reduce."""
         details = self._plan.details
-        return tuple(details.messages[_rows(details.message_end, self._x)])
+        return tuple(details.messages[rows_of(details.message_end, self._x)])
 
     @property
     def box(self) -> Box | None:
@@ -232,62 +172,12 @@ class Reshard:
     @cached_property
     def outline(self) -> Outline:
         """What it comes to, in sums."""
-        workspace = self.planned()
-        rows, result = workspace.exchanges, workspace.result.tolist()
-        first, last = result[FIRST], result[LAST]
-
-        def ends(row: int) -> tuple[U32, slice]:
-            values = rows.end[row]
-            begin = values[first - 1] if first else np.uint32(0)
-            end = values[last - 1] if last else np.uint32(0)
-            return values[first:last] - begin, slice(int(begin), int(end))
-
-        of = slice(first, last)
-        (send_end, sends), (receive_end, receives) = ends(SEND), ends(RECEIVE)
-        (link_end, links), (drag_end, drags) = ends(LINK), ends(DRAG)
-        loads = rows.loads
-        return Outline(
-            form=rows.form[of].copy(), nbytes=rows.nbytes[of].copy(), amount=rows.amount[of].copy(),
-            unit=rows.unit[of].copy(), start=rows.start[of].copy(),
-            duration=rows.duration[of].copy(), leader=rows.leader[of].copy(), send_end=send_end,
-            receive_end=receive_end, link_end=link_end, drag_end=drag_end,
-            send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),
-            loads=Loads(
-                loads.link[links].copy(), loads.link_load[links].copy(), loads.link_s[links].copy(),
-                loads.drag[drags].copy(), loads.drag_load[drags].copy(), loads.drag_s[drags].copy(), loads.size,
-            ),
-            phases=result[PHASES], middle=result[MIDDLE] - first, trivial=bool(result[TRIVIAL]),
-        )  # fmt: skip
+        return outline_of(self.planned())
 
     @cached_property
     def details(self) -> Details:
         """The rest: what moves."""
-        workspace, rank = self.planned(), self._destination.grid.box.shape[1]
-        result = workspace.result.tolist()
-        first, last, begin, end = result[FIRST], result[LAST], result[MOVE_FIRST], result[MOVE_LAST]
-        exchange = workspace.moves.exchange[begin:end].astype(np.int64)
-        exchange[exchange != LOCAL] -= first
-        rows, message_end = workspace.exchanges, workspace.exchanges.end[MESSAGE].astype(np.int64)
-        before = message_end[first - 1] if first else 0
-        ends = (message_end[first:last] - before).tolist()
-        of = slice(before, before + (ends[-1] if ends else 0))
-        columns = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
-        between: Layout = ()
-        if result[PHASES] == 2:
-            count = int(workspace.middle.size[0])
-            boxes = workspace.middle.box[:count, :rank].tolist()
-            between = tuple(
-                Entry(device, tuple((low, high) for low, high in box), term)
-                for term, (device, box) in enumerate(zip(workspace.middle.device[:count].tolist(), boxes, strict=True))
-            )
-        aliased = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
-        used = np.zeros(len(self._source), np.uint8)
-        _note_used(workspace, np.uint64(0), used)
-        return Details(
-            between, workspace.moves.source[begin:end].tolist(), workspace.moves.destination[begin:end].tolist(),
-            exchange.tolist(), result[MOVE_MIDDLE] - begin, ends, list(zip(*columns, strict=True)),
-            frozenset(aliased) if result[PHASES] == 1 else frozenset(), frozenset(np.flatnonzero(used).tolist()),
-        )  # fmt: skip
+        return details_of(self.planned(), self._source, self._destination)
 
     @property
     def crosses(self) -> bool:
@@ -404,10 +294,6 @@ def _staged(phase: Phase) -> dict[int, int]:
                 if arriving[move.destination] > 1 or move.box != entry.box:
                     staged[entry.device] = staged.get(entry.device, 0) + volume(move.box)
     return staged
-
-
-def _rows(ends: Sequence[int] | U32 | U64, x: int) -> slice:
-    return slice(int(ends[x - 1]) if x else 0, int(ends[x]))
 
 
 def reshard(source: Layout, destination: Layout, itemsize: int, topology: Topology) -> Reshard:

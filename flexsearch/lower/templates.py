@@ -22,6 +22,7 @@ from flexsearch.lower.column import Column
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
 from flexsearch.lower.footprints import Landings, Sums
+from flexsearch.lower.growing import TYPES, GrowingPools
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
 from flexsearch.lower.layout import empty_side
 from flexsearch.lower.moves import FREE
@@ -29,7 +30,7 @@ from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.program import make_wiring
 from flexsearch.lower.split import Degrees, Region
-from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, Used, WeightAtHand
+from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
 from flexsearch.strategy import OperatorConfig, Sharding
 from flexsearch.strategy.config import Shares
@@ -38,26 +39,8 @@ _intern_config = direct(intern_config)
 _fill = direct(fill)
 _plan_all = direct(plan_all)
 
-_TYPES: dict[str, Any] = {
-    "spread": np.uint8,
-    "entry_forward": np.int64, "entry_backward": np.int64, "entry_inputs": np.int64,
-    "entry_weight": np.int64, "duration": np.int64,
-    "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
-    "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
-    "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "used": np.uint8,
-    "most": np.int64, "copy": np.int64,
-    "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
-}  # fmt: skip
-"""Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
-_EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
-                    "to_first", "to_last", "link_first", "link_last",
-                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key",
-                    "orbit")  # fmt: skip
 _TIMES: Final = ("forward", "backward", "inputs", "weight")
 """Columns of ``Splits`` that hold times; the last two are of backward passes in two halves."""
-_START, GROWTH = 1 << 14, 4
-"""Rows of the pools at first, and how much larger they become when they grow."""
 _MOVES = 1 << 14
 """Moves, and rows of links, for which the planner's workspace has room at first."""
 
@@ -74,16 +57,8 @@ class Templates:
         self.alike = self._find_alike() if share else list(range(len(self.graph.operators)))
         """By operator: the first one that shares its configs."""
         self.configs = Configs(self)
-        self._arrays = {name: self._zeros(name, _START) for name in (*Pools._fields, *Landings._fields)}
-        self._pools: Pools | None = None
-        self._landings: Landings | None = None
-        # Template 0 of each kind is the empty one.
-        self._used = Used(
-            configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1),
-            landings=np.zeros(2, np.uint64), exchanges=np.zeros(6, np.uint64), buckets=_counts(0), plans=_counts(1),
-            gathers=_counts(0), stores=_counts(0),
-        )  # fmt: skip
-        self._columns = {name: Column(_TYPES.get(name, np.uint32)) for name in Splits._fields}
+        self._growing = GrowingPools()
+        self._columns = {name: Column(TYPES.get(name, np.uint32)) for name in Splits._fields}
         self._splits: Splits | None = None
         self._config_numbers: dict[tuple[int, OperatorConfig], int] = {}
         self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
@@ -104,16 +79,12 @@ class Templates:
     @property
     def pools(self) -> Pools:
         """The templates. Rows past their number hold zeros."""
-        if self._pools is None:
-            self._pools = Pools(**{name: self._arrays[name] for name in Pools._fields})
-        return self._pools
+        return self._growing.pools
 
     @property
     def landings(self) -> Landings:
         """What the reshards leave on devices."""
-        if self._landings is None:
-            self._landings = Landings(**{name: self._arrays[name] for name in Landings._fields})
-        return self._landings
+        return self._growing.landings
 
     @property
     def tables(self) -> TemplateTables:
@@ -121,12 +92,12 @@ class Templates:
         now, keys, layouts = self._tables, self.keys.table, self.lowering.layouts.pool
         if self._splits is None:
             self._splits = Splits(**{name: column.array for name, column in self._columns.items()})
-        same = now is not None and now.pools is self._pools and now.keys is keys and now.layouts is layouts
-        same = same and now is not None and now.landings is self._landings
+        same = now is not None and now.pools is self.pools and now.keys is keys and now.layouts is layouts
+        same = same and now is not None and now.landings is self.landings
         if now is None or not same or now.splits is not self._splits or now.workspace is not self._workspace:
             now = self._tables = TemplateTables(
                 pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits,
-                used=self._used, workspace=self._workspace,
+                used=self._growing.used, workspace=self._workspace,
                 scratch=self._scratch, **self._fixed,
             )  # fmt: skip
         return now
@@ -140,46 +111,18 @@ class Templates:
         if self._tables is not None and self.keys.table is not self._tables.keys:  # it was full, and has grown
             self._fixed["full"][0] = 0
             return
-        groups = self._groups()
-        full = [(names, used) for names, used in groups if 2 * used > len(self._arrays[names[0]])]
+        full = self._growing.full()
         layouts, workspace = self.lowering.layouts, bool(self._workspace.result[FULL])
         more = layouts.filled > 0.5
         if not full and not more and not workspace:
-            full, more = groups, True
-        for names, used in full:
-            for name in names:
-                before = self._arrays[name]
-                self._arrays[name] = self._zeros(name, GROWTH * len(before))
-                self._arrays[name][:used] = before[:used]  # the system has no memory yet for what was never written
-            self._pools = self._landings = None
+            full, more = self._growing.groups(), True
+        self._growing.grow(full)
         if more:
             layouts.grow()
         if workspace:
             self._moves *= 2
             self._workspace = self._new_workspace()
         self._fixed["full"][0] = 0
-
-    def _groups(self) -> list[tuple[tuple[str, ...], int]]:
-        """Columns of the pools that grow together, and their rows so far."""
-        used, sends = self._used, self._used.exchanges.tolist()
-        return [
-            (tuple(name for name in Pools._fields if name.startswith("config_")), int(used.configs[0])),
-            (tuple(name for name in Pools._fields if name.startswith("entry_")), int(used.entries[0])),
-            (("layout",), int(used.layouts[0])),
-            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most", "used_first"),
-             int(used.reshards[0])),
-            (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
-            (("used",), int(used.landings[1])),
-            (("send",), sends[0]), (("receive",), sends[1]),
-            (("link", "link_ticks", "link_least", "link_load"), sends[2]),
-            (("drag", "drag_ticks", "drag_load"), sends[3]), (_EXCHANGE, sends[4]),
-            (("key_form", "key_group"), int(used.buckets[0])),
-            (("plan_sync", "plan_sharding", "plan_gather", "store_first", "store_last"), int(used.plans[0])),
-            (("gather",), int(used.gathers[0])), (("store_device", "store_bytes"), int(used.stores[0])),
-        ]  # fmt: skip
-
-    def _zeros(self, name: str, rows: int) -> npt.NDArray[Any]:
-        return np.zeros(rows, _TYPES.get(name, np.uint32))
 
     @property
     def _entries(self) -> int:
@@ -415,10 +358,6 @@ class Configs:
 def _positions(count: int) -> tuple[int, ...]:
     """The positions of a mesh of so many devices."""
     return tuple(range(count))
-
-
-def _counts(value: int) -> npt.NDArray[np.uint64]:
-    return np.array([value], np.uint64)
 
 
 def _ticks(seconds: F64) -> I64:

@@ -8,7 +8,7 @@ from math import prod
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy import OperatorConfig, Sharding, make_config
-from flexsearch.strategy.baselines import has_weights, shardings
+from flexsearch.strategy.weights import has_weights, shardings
 from flexsearch.topology import Topology
 
 Choices = Callable[[int], Sequence[OperatorConfig]]

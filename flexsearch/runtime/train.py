@@ -134,8 +134,16 @@ def train(
     def step() -> Tensor:
         return parallel.step(inputs, targets)
 
+    done, timeline = _run(parallel, step, steps, trace, progress)
+    return Training(done, predicted, parallel.graph, lowered, simulation, timeline)
+
+
+def _run(
+    parallel: Parallel, step: Callable[[], Tensor], steps: int, trace: bool, progress: Callable[[Step], None] | None
+) -> tuple[tuple[Step, ...], Timeline | None]:
+    """So many steps, and those that are recorded afterwards. Raises RuntimeFailure if another rank dies."""
+    done: list[Step] = []
     try:
-        done = []
         for number in range(steps):
             done.append(_timed(parallel, step, number))
             if progress is not None:
@@ -147,7 +155,7 @@ def train(
             f"rank {parallel.rank}: another rank has died or hangs ({error})",
             "Look at the output of the other ranks, then start all ranks again.",
         ) from error
-    return Training(tuple(done), predicted, parallel.graph, lowered, simulation, timeline)
+    return tuple(done), timeline
 
 
 def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:

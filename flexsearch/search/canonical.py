@@ -18,8 +18,8 @@ from flexsearch.search.constants import ROUNDS, SIMPLER
 from flexsearch.search.evaluate import Configs, Evaluation
 from flexsearch.search.space import Space
 from flexsearch.strategy import OperatorConfig, States
-from flexsearch.strategy.baselines import effective
 from flexsearch.strategy.depth import depths
+from flexsearch.strategy.weights import effective
 
 CANDIDATES: Final = 3
 """So many configs, the commonest first, are tried for all layers that are alike."""

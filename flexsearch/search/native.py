@@ -19,9 +19,10 @@ from flexsearch.search.budget import Budget
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
 from flexsearch.search.tuning import candidates
 from flexsearch.strategy import Options, Prediction, Search, States, Strategy
-from flexsearch.strategy.baselines import has_weights, in_rows, inside_group
+from flexsearch.strategy.baselines import in_rows, inside_group
 from flexsearch.strategy.native import torch_plan
 from flexsearch.strategy.tensor_parallel import check_split, flow
+from flexsearch.strategy.weights import has_weights
 from flexsearch.topology import Topology
 
 Split = Mapping[int, str]

@@ -25,8 +25,8 @@ from flexsearch.files import printable
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.quantities import MAX_DEVICES
 from flexsearch.strategy import OperatorConfig, States, make_config
-from flexsearch.strategy.baselines import has_weights
 from flexsearch.strategy.config import Shares, check_shares, read_pin
+from flexsearch.strategy.weights import has_weights
 from flexsearch.topology import Topology
 
 _ROLES: Final = {"batch": "sample", "sample": "sample", "parameter": "parameter", "attribute": "attribute"}

@@ -17,10 +17,10 @@ from flexsearch.graph.ops import forward_flops
 from flexsearch.search.constants import FEW, PERMUTED, STEPS_TOGETHER_FROM
 from flexsearch.search.meshes import Meshes
 from flexsearch.strategy import OperatorConfig, Sharding, make_config
-from flexsearch.strategy.baselines import has_weights, is_heavy, shardings
 from flexsearch.strategy.depth import unrolled
 from flexsearch.strategy.propagate import Link, Propagation
 from flexsearch.strategy.shares import shared_out, speeds
+from flexsearch.strategy.weights import has_weights, is_heavy, shardings
 from flexsearch.topology import Topology
 
 Rule = Callable[[int, OperatorConfig], OperatorConfig]

@@ -86,7 +86,9 @@ class DeltaSimulator:
         self.engine = Engine(self.rows.schedule, self.rows.machine)
         self.account, self._sources = make_account(self.rows)
         """Of the plan whose memory was asked for last."""
-        self._run_anew(numbers)
+        self._pending = self._dirty = False
+        self.rows.set_numbers(range(len(numbers)), numbers)
+        self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
 
     @property
     def configs(self) -> tuple[OperatorConfig, ...]:
@@ -190,17 +192,6 @@ class DeltaSimulator:
         """Leave the plan at hand as it is."""
         self._pending = False
         self._clean()
-
-    def from_nothing(self, configs: Mapping[int, OperatorConfig]) -> float:
-        """Iteration time (s) of a whole plan, built up and run from nothing: what ``propose`` saves. It becomes the
-        plan at hand."""
-        return self._run_anew([self.templates.config(i, configs[i]) for i in range(len(configs))])
-
-    def _run_anew(self, numbers: Numbers) -> float:
-        self._pending = self._dirty = False
-        self.rows.set_numbers(range(len(numbers)), numbers)
-        self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
-        return self.seconds
 
     def use(self, options: Options) -> None:
         """Go on under other options: templates do not depend on them. The optimizer must stay the same."""

@@ -17,8 +17,9 @@ from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
 from flexsearch.simulate.engine_late import is_late
-from flexsearch.simulate.engine_run import enter, is_over, next_tick, run_to
+from flexsearch.simulate.engine_run import enter
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
+from flexsearch.simulate.engine_windows import is_over, next_tick, run_to
 from flexsearch.simulate.engine_work import add_work, has_room, keep_busy, put_segment
 from flexsearch.simulate.snapshots import copy, forget_pending, is_same, load, save
 

@@ -13,8 +13,8 @@ import numpy as np
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import NEVER, Schedule
-from flexsearch.simulate.engine_run import next_tick
 from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, WAITING, WINDOWS, State
+from flexsearch.simulate.engine_windows import next_tick
 from flexsearch.simulate.snapshots import copy, is_same, later, save, shift_pending
 
 LONGEST: Final = 4

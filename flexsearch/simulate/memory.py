@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -55,28 +55,9 @@ class Memory:
         return sum(getattr(self, part) for part in PARTS)
 
 
-class Span(NamedTuple):
-    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 2 * block is its computing,
-    2 * block + 1 its communicating."""
-
-    device: int
-    first: int
-    last: int
-    nbytes: int
-    part: Part
-
-
 def memory(lowered: Lowered) -> tuple[Memory, ...]:
     """Peak memory by device index of the topology."""
     return memory_of(*_account(lowered), tuple(recipe_spans(lowered)))
-
-
-def spans_of(lowered: Lowered) -> list[Span]:
-    """Everything that is counted, with its lifetime."""
-    spans = _with_spans(*_account(lowered), tuple(recipe_spans(lowered))).spans
-    columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Span(device, first, last, nbytes, PARTS[part]) for device, first, last, nbytes, part in rows]
 
 
 def memory_of(account: Account, sources: Sources, state: State, more: Sequence[Kept] = ()) -> tuple[Memory, ...]:

@@ -31,6 +31,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
             slot = np.uint64(sources.program.reader[k])
             total += times * _most_of_edge(sources, state, slot, units.weight_itemsize[w])
+            total += _most_of_gradient(sources, state, slot, units.weight_itemsize[w])  # the message with it
     for a in range(np.uint64(units.activation_first[u]), np.uint64(units.activation_last[u])):
         t = np.uint64(units.activation[a])
         producer = np.uint64(wiring.tensor_producer[t])
@@ -58,9 +59,15 @@ def _most_of_edge(sources: Sources, state: State, slot: Any, itemsize: Any) -> A
         return np.int64(0)
     total = landings.most[np.uint64(state.forward[slot])] + landings.most[np.uint64(state.backward[slot])]
     total += landings.most[np.uint64(state.kept[slot])]
-    if sources.program.flows[slot] != VALUE:
-        total += _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
-    return total
+    return total + _most_of_gradient(sources, state, slot, itemsize)
+
+
+@lean
+def _most_of_gradient(sources: Sources, state: State, slot: Any, itemsize: Any) -> Any:
+    """The same of the gradient that the pieces make of an edge."""
+    if np.uint64(state.leader[slot]) != slot or sources.program.flows[slot] == VALUE:
+        return np.int64(0)
+    return _most_elements(sources.layouts, np.uint64(state.need[slot])) * itemsize
 
 
 @lean

@@ -15,8 +15,8 @@ from flexsearch.errors import FlexsearchError
 from flexsearch.lower.rows import COMPUTE, RECIPE, Segments
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import LATE, check, communications_of, make_record
-from flexsearch.simulate.engine_run import run_to
 from flexsearch.simulate.engine_state import DEADLOCK, DONE, MALFORMED, RUNNING, State, make_state
+from flexsearch.simulate.engine_windows import run_to
 
 _run_to = direct(run_to)
 Factors = npt.NDArray[np.float64]

@@ -29,12 +29,13 @@ from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import forward_flops
 from flexsearch.graph.samples import counting
-from flexsearch.strategy.config import OperatorConfig, Sharding, States, make_config
+from flexsearch.strategy.config import OperatorConfig, States, make_config
 from flexsearch.strategy.depth import balance, depths
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.propagate import Propagation
 from flexsearch.strategy.records import Options
 from flexsearch.strategy.shares import in_whole_numbers
+from flexsearch.strategy.weights import has_weights, is_heavy, table_axes
 from flexsearch.topology import Topology
 
 Seconds = Callable[[int, int], float]
@@ -97,35 +98,6 @@ def _in_rows(setting: _Setting, inner: Configs, count: int, shares: int) -> Conf
     outer = setting.walk(lambda i, followed: _shared_out(setting.operators[i], followed, range(shares)))
     rows = [range(row * count, (row + 1) * count) for row in range(shares)]
     return [product(op, a, b, rows) for op, a, b in zip(setting.operators, outer, inner, strict=True)]
-
-
-def has_weights(graph: OperatorGraph, operator: int) -> bool:
-    """Whether an operator reads parameters."""
-    return any(graph.tensor[name].kind == "parameter" for name in graph.operators[operator].inputs)
-
-
-def shardings(topology: Topology) -> tuple[Sharding, ...]:
-    """How a search may keep weights: whole, in parts, in parts inside a host."""
-    inside = (Sharding(States.WEIGHTS, topology.host_size),) if topology.host_size else ()
-    return Sharding(), Sharding(States.WEIGHTS), *inside
-
-
-def effective(graph: OperatorGraph, operator: int, config: OperatorConfig) -> OperatorConfig:
-    """The config without options that do nothing: states in parts where there are no weights, or on one device."""
-    idle = config.states and (len(config.devices) == 1 or not has_weights(graph, operator))
-    return config.sharded(States.WHOLE) if idle else config
-
-
-def is_heavy(graph: OperatorGraph, operator: int) -> bool:
-    """Whether an operator is worth a config of its own: it has weights that can be split, or contracts activations.
-    Others (pointwise, views, pools, norms) follow it."""
-    op = graph.operators[operator]
-    if op.kind in ("attention", "einsum"):
-        return True
-    return any(
-        graph.tensor[name].kind == "parameter" and len(operand.dimensions) > 1 and operand.names() & set(op.splittable)
-        for operand, name in zip(op.access.inputs, op.inputs, strict=True)
-    )
 
 
 class _LeftOut(Exception):
@@ -272,15 +244,6 @@ def _by_axis(op: Operator, axes: Sequence[str], devices: Sequence[int]) -> Opera
     parts = {a: max(p for p in range(1, min(count, op.sizes[a]) + 1) if count % p == 0) for a in axes}
     best = max(parts, key=parts.__getitem__, default=None)
     return None if best is None or parts[best] == 1 else make_config(op, {best: parts[best]}, devices)
-
-
-def table_axes(graph: OperatorGraph, operator: int) -> tuple[str, ...]:
-    """Axes to split an embedding by: its rows where the table weighs more than what is looked up, or is shared with the
-    output layer; a small table (positions) is best replicated."""
-    op = graph.operators[operator]
-    table = next(name for name in op.inputs if graph.tensor[name].kind == "parameter")
-    worth = graph.tensor[table].nbytes > graph.tensor[op.outputs[0]].nbytes or len(graph.consumers[table]) > 1
-    return op.axes_of("reduction") if worth else ()
 
 
 def _one_weird_trick(setting: _Setting) -> Configs:

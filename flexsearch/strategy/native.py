@@ -12,13 +12,13 @@ from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy.baselines import has_weights, is_heavy
 from flexsearch.strategy.config import OperatorConfig, States
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.schedule import ranks_of
 from flexsearch.strategy.stage_modules import StageModules, stage_modules
 from flexsearch.strategy.tensor_parallel import NATIVE, Flow, check_split, flow
+from flexsearch.strategy.weights import has_weights, is_heavy
 
 SINGLE: Final = ("gpipe", "1f1b")
 """Schedules whose classes in PyTorch take one stage on a rank."""

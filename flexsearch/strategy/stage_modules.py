@@ -13,7 +13,7 @@ from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy.baselines import has_weights, is_heavy
+from flexsearch.strategy.weights import has_weights, is_heavy
 
 NATIVE = "Search with `flexsearch optimize --space native`, or move the border of the stage."
 RANDOM: Final = ("dropout", "uniform", "normal")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.strategy.baselines import has_weights
 from flexsearch.strategy.config import OperatorConfig, make_config
 from flexsearch.strategy.propagate import Propagation
+from flexsearch.strategy.weights import has_weights
 
 NATIVE = "Search with `flexsearch optimize --space native` for plans that these programs express."
 """What to do about a plan that they do not."""

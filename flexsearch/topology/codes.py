@@ -7,7 +7,7 @@ chains of kernels, and whether a host launches them.
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,7 +18,6 @@ CodeKind = Literal["fused", "eager", "compiled", "captured"]
 """``fused``: attention, normalisation, losses and updates are one kernel each, as in Megatron-LM; ``eager``: those that
 PyTorch runs without compilation, under autocast in half precision; ``compiled``: by torch.compile, the optimizer not;
 ``captured``: the same, and whole steps are captured as graphs, so that hosts launch nothing."""
-CODES: Final[tuple[CodeKind, ...]] = get_args(CodeKind)
 CodeError = Annotated[float, Field(ge=0.0, le=1.0)]
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid.constants import NARROW, SHORT
-from flexsearch.strategy.baselines import has_weights, is_heavy
+from flexsearch.strategy.weights import has_weights, is_heavy
 
 
 class Cuts:

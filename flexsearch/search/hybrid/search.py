@@ -17,9 +17,9 @@ from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
-from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
+from flexsearch.search.hybrid.answer import choose, strategy_of
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -43,9 +43,8 @@ from flexsearch.search.hybrid.outcome import FAMILIES, Candidate, HybridProgress
 from flexsearch.search.hybrid.ranking import SORT, Key, Ranking, Ratios, likeness
 from flexsearch.search.hybrid.trials import Answer, Request, Trials
 from flexsearch.search.hybrid.work import Works
-from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
-from flexsearch.strategy import Options, Prediction, Search, Strategy
+from flexsearch.strategy import Options
 from flexsearch.topology import Topology
 
 
@@ -394,42 +393,16 @@ class LayoutSearch:
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())
         steps = {name: self._step(request) for name, request in requests.items()}
-        step = steps[""]
         baselines = {name: (self.kept[name], steps[name]) for name in FAMILIES if name in self.kept}
-        same, aside = next((name for name, candidate in self.kept.items() if candidate == best), ""), None
-        fitting = [name for name, (candidate, _) in baselines.items() if candidate.feasible]
-        if not same and fitting and best.feasible:
-            name = min(fitting, key=lambda name: baselines[name][1].makespan_s)
-            if not is_faster(step, baselines[name][1], margin):
-                same, aside, (best, step) = name, step.estimate, baselines[name]
-        considered = max(self.plans, len(self.considered))
+        best, step, baseline, aside = choose(best, steps[""], baselines, margin)
         bound_s = lower_bound(self.works.graph, self.topology, self.works.costs, self.options, None).seconds
-        strategy = self._strategy(best, step, bound_s)
+        strategy = strategy_of(self.trials, best, step, self.plans, bound_s)
+        considered = max(self.plans, len(self.considered))
         return HybridResult(
-            best, strategy, step, baselines, same, self.plans, considered, elapsed, stopped, bound_s, aside
+            best, strategy, step, baselines, baseline, self.plans, considered, elapsed, stopped, bound_s, aside
         )
 
     def _step(self, request: Request) -> Step:
         step = self.ahead.get(request).step
         assert step is not None
         return step
-
-    def _strategy(self, best: Candidate, step: Step, bound_s: float) -> Strategy:
-        """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run."""
-        pipeline, configs = best.pipeline, best.configs
-        devices = len(self.topology.devices)
-        stages = pipeline.stages(self.graph, devices // pipeline.replicas)
-        parts = self.trials.simulators.share(pipeline.replicas, pipeline.microbatches)[0].fold
-        plain = len(stages) == pipeline.microbatches == 1 and len(configs) * devices <= MAX_PIECES
-        if plain and parts is not None:
-            configs, stages = parts.unfold(configs), ()
-        named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
-        return Strategy.make(
-            self.graph, self.topology, named, best.options,
-            Prediction(
-                iteration_s=best.seconds, interval_s=step.estimate.interval_s,
-                peak_bytes=max(m.peak for m in step.memory),
-            ),
-            Search(seed=0, proposals=self.plans, start="layouts", bound_s=bound_s),
-            stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
-        )  # fmt: skip

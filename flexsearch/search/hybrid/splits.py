@@ -10,10 +10,11 @@ from flexsearch.lower import Lowering
 from flexsearch.search.hybrid.layout import Layout, divisors
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import OperatorConfig, Sharding
-from flexsearch.strategy.baselines import has_weights, inside_group, table_axes
+from flexsearch.strategy.baselines import inside_group
 from flexsearch.strategy.config import make_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.shares import shared_out, speeds
+from flexsearch.strategy.weights import has_weights, table_axes
 
 Configs = tuple[OperatorConfig, ...]
 

@@ -1,0 +1,59 @@
+"""The answer of a search over layouts: the best plan or the baseline that it does not beat, as a file has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flexsearch.cost.uncertainty import Estimate
+from flexsearch.quantities import MAX_PIECES
+from flexsearch.search.hybrid.outcome import Candidate
+from flexsearch.search.hybrid.trials import Trials
+from flexsearch.search.outcome import is_faster
+from flexsearch.simulate.staged import Step
+from flexsearch.strategy import Prediction, Search, Strategy
+
+
+class Choice(NamedTuple):
+    """``baseline``, ``set_aside``: as of ``HybridResult``."""
+
+    best: Candidate
+    step: Step
+    baseline: str
+    set_aside: Estimate | None
+
+
+def choose(
+    best: Candidate, step: Step, baselines: Mapping[str, tuple[Candidate, Step]], margin: float | None
+) -> Choice:
+    """The best plan, or the fastest baseline that fits, if the best plan is not faster by the margin (as of
+    ``search.search``)."""
+    same = next((name for name, (candidate, _) in baselines.items() if candidate == best), "")
+    fitting = [name for name, (candidate, _) in baselines.items() if candidate.feasible]
+    if not same and fitting and best.feasible:
+        name = min(fitting, key=lambda name: baselines[name][1].makespan_s)
+        if not is_faster(step, baselines[name][1], margin):
+            return Choice(*baselines[name], name, step.estimate)
+    return Choice(best, step, same, None)
+
+
+def strategy_of(trials: Trials, best: Candidate, step: Step, plans: int, bound_s: float) -> Strategy:
+    """The plan as a file has it: without stages and replicas where configs alone say it, so that it can be run.
+    ``plans``: so many were simulated; ``bound_s``: none takes less (s)."""
+    graph, topology, pipeline, configs = trials.graph, trials.topology, best.pipeline, best.configs
+    devices = len(topology.devices)
+    stages = pipeline.stages(graph, devices // pipeline.replicas)
+    parts = trials.simulators.share(pipeline.replicas, pipeline.microbatches)[0].fold
+    plain = len(stages) == pipeline.microbatches == 1 and len(configs) * devices <= MAX_PIECES
+    if plain and parts is not None:
+        configs, stages = parts.unfold(configs), ()
+    named = {op.name: config for op, config in zip(graph.operators, configs, strict=True)}
+    return Strategy.make(
+        graph, topology, named, best.options,
+        Prediction(
+            iteration_s=best.seconds, interval_s=step.estimate.interval_s,
+            peak_bytes=max(m.peak for m in step.memory),
+        ),
+        Search(seed=0, proposals=plans, start="layouts", bound_s=bound_s),
+        stages=stages, microbatches=pipeline.microbatches, schedule=pipeline.schedule, orders=pipeline.orders,
+    )  # fmt: skip

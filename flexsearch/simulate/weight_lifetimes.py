@@ -1,0 +1,115 @@
+"""What a plan keeps in memory of weights: as they are stored, gathered, and their gradients (see ``lifetimes``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.lower.arrays import NOTHING, State
+from flexsearch.lower.footprints import ALIASED, SENDS, TAKES_PART
+from flexsearch.lower.interned import entries_of
+from flexsearch.simulate.copies import (
+    Exchanged,
+    differentiate,
+    distribute,
+    exchanged,
+    land_gradient,
+    message_bytes,
+)
+from flexsearch.simulate.spans import (
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    VALUE,
+    WEIGHTS,
+    Sources,
+    Spans,
+    add,
+    carry,
+    end_of,
+    prolong,
+)
+from flexsearch.strategy import OVER_ALL, States
+
+_WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
+
+
+@lean
+def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
+    """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
+    units, program = sources.units, sources.program
+    pools, p = sources.pools, np.uint64(state.plan[w])
+    template, trained, sharding = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_sharding[p]
+    first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
+    once = np.uint32(0) < sharding < _WEIGHTS  # gathered for all microbatches
+    for row in range(np.uint64(pools.store_first[p]), np.uint64(pools.store_last[p])):
+        d, nbytes = np.uint64(pools.store_device[row]), np.int64(pools.store_bytes[row])
+        add(spans, d, nbytes, WEIGHTS, ZERO, end_of(sources))
+        if trained and units.state_bytes[w] > 0:
+            kept = nbytes // units.weight_itemsize[w] * units.state_bytes[w]
+            add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
+    for every in range(np.uint64(spans.born.shape[0])):
+        spans.born[every] = 0
+    before, when = ZERO, Exchanged(ZERO, ZERO, ZERO, False, False)
+    if trained:
+        when = exchanged(sources, p, w)
+    for k in range(first, last):
+        slot = np.uint64(program.reader[k])
+        if np.uint64(state.leader[slot]) == slot:
+            for again in range(2 if units.regather_block[w] != NOTHING and not once else 1):
+                gather = TWO * np.uint64(
+                    units.regather_block[w] if again else units.once_block[w] if once else units.gather_block[w]
+                )
+                distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
+            if trained and program.flows[slot] != VALUE:
+                itemsize = units.weight_itemsize[w]
+                differentiate(sources, state, program.reader, k, last, template, before, itemsize, GRADIENTS, spans)
+                before += entries_of(sources.layouts, np.uint64(state.need[slot]))
+                _send_gradients(sources, w, template, when, spans)
+    if trained:
+        _synchronise(sources, template, when, spans)
+
+
+@lean
+def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: Spans) -> None:
+    """Keep the gradients of an edge until they are sent (``when``: ``copies.Exchanged``); those that are stored as they
+    are until the update; those of which a part is cut out that stays, until they are complete, if they are summed over
+    microbatches. If what is received is used in the next microbatch and there is one stage, the message is under way
+    until then."""
+    landings, units = sources.landings, sources.units
+    alone = when.carried and units.several[0] == 0
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+        d, role = np.uint64(landings.device[row]), landings.role[row]
+        handle = np.uint64(spans.gradient[d])
+        if handle > ZERO:
+            if role & SENDS or (when.summed and role & ALIASED == 0):
+                prolong(spans, handle, when.sent)
+            elif role & ALIASED == 0:
+                prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
+            spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
+            if role & ALIASED:
+                prolong(spans, handle, TWO * np.uint64(units.update_block[0]))
+            elif role & SENDS:
+                gradient = spans.nbytes[handle - ONE]
+                message = gradient - landings.copy[row]
+                if not alone:
+                    message = message_bytes(landings, row, gradient, units.shared[w])
+                if message != 0 and (message > 0 or not alone):
+                    carry(spans, add(spans, d, message, BUFFERS, when.sent, when.sent), when.used, alone)
+
+
+@lean
+def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> None:
+    """What synchronising the gradients of a weight leaves on devices."""
+    landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
+    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+        born = np.uint64(spans.born[np.uint64(landings.device[row])])
+        if born == ZERO:  # no piece there makes a gradient
+            born = when.sent
+        prolong(spans, land_gradient(landings, spans, row, born, when), update)
+        if when.carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
+            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, when.sent, when.sent)
+            carry(spans, kept, when.used, True)

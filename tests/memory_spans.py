@@ -1,0 +1,28 @@
+"""What the account of memory counts, span by span."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flexsearch.lower import Lowered
+from flexsearch.simulate.memory import PARTS, Part, _account, _with_spans
+from flexsearch.simulate.recipe_memory import recipe_spans
+
+
+class Span(NamedTuple):
+    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 2 * block is its computing,
+    2 * block + 1 its communicating."""
+
+    device: int
+    first: int
+    last: int
+    nbytes: int
+    part: Part
+
+
+def spans_of(lowered: Lowered) -> list[Span]:
+    """Everything that is counted, with its lifetime."""
+    spans = _with_spans(*_account(lowered), tuple(recipe_spans(lowered))).spans
+    columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [Span(device, first, last, nbytes, PARTS[part]) for device, first, last, nbytes, part in rows]

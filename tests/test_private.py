@@ -1,0 +1,42 @@
+"""What tracing takes from PyTorch that is private to it, and what it does without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexsearch.errors import ImportModelError
+from flexsearch.graph import private
+from flexsearch.graph.importer import import_model
+
+NAMES = "_FAKE_TENSORS", "_EFFECTS", "_EXPORT", "_CONVERT"
+
+
+class Layer(nn.Module):
+    def __init__(self, converts: bool = False) -> None:
+        super().__init__()
+        self.layer, self.converts = nn.Linear(8, 4), converts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer.to(x.dtype) if self.converts else self.layer)(x).square().mean()
+
+
+def test_this_pytorch_has_all_of_it() -> None:
+    assert all(getattr(private, name) is not None for name in NAMES)  # or else the next PyTorch has moved it
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_models_are_imported_without_it(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    model, x = Layer().to(device), torch.ones(2, 8, device=device)
+    expected = import_model(model, x).content_hash()
+    for name in NAMES:
+        monkeypatch.setattr(private, name, None)
+    assert import_model(model, x).content_hash() == expected
+
+
+def test_a_layer_that_is_converted_is_then_refused_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_model(Layer(converts=True), torch.ones(2, 8))
+    monkeypatch.setattr(private, "_CONVERT", None)
+    with pytest.raises(ImportModelError, match="cannot be traced in layer 'layer'"):
+        import_model(Layer(converts=True), torch.ones(2, 8))
