@@ -9,6 +9,7 @@ compiled yet delays the start and runs into no timeout.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import socket
@@ -175,6 +176,7 @@ def _watch_sends() -> None:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    gc.freeze()  # what was imported, half a million objects, is no garbage
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     if ON_GPUS:
