@@ -176,6 +176,7 @@ def _watch_sends() -> None:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    gc.set_threshold(10_000, 20, 20)
     gc.freeze()  # what was imported, half a million objects, is no garbage
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
