@@ -178,8 +178,8 @@ ROUNDS: dict[str, Any] = {"first": (1, 2, 3), "ranks": 2, "schedule": "interleav
         ("vit", {**RANKS, "schedule": "zero-bubble"}),
         ("bloom", RANKS),  # layers return tuples, with the attention's probabilities, which no other reads
         ("bloom", {**DATA, "options": FULL, "states": States.WEIGHTS}),
-        ("falcon", {**ROUNDS, "data": 2}),
         ("t5", {**RANKS, "first": ("encoder.block.1", "decoder.block.1", "decoder.block.3")}),  # tables of positions
+        ("falcon", {**ROUNDS, "data": 2}),
         ("bart", {**RANKS, "first": ("model.encoder.layers.2", "model.decoder.layers.0", "model.decoder.layers.1")}),
     ],
 )

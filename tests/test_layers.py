@@ -138,6 +138,13 @@ def test_importing_flexsearch_imports_no_torch_and_no_numba() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_list_of_commands_needs_no_numbers() -> None:
+    """Help, versions and mistakes in options are told at once: each command imports what it needs when it is called."""
+    code = "import sys, flexsearch.cli.app; print(sorted({'numpy', 'networkx', 'numba', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_optimizing_a_saved_graph_never_imports_torch(tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -10,7 +10,6 @@ import typer
 from flexsearch.cli.common import CodeOption, JsonOption, check_outputs, load_topology, show, stdout
 from flexsearch.cli.learning import new_profile
 from flexsearch.cli.progress import Live
-from flexsearch.cost.learned import FULL, TRAFFIC
 
 if TYPE_CHECKING:
     from flexsearch.calibrating import Calibrated
@@ -28,6 +27,8 @@ WORDS: dict[str, str] = {
 
 def _words(name: str) -> str:
     """A figure in words. Shares of traffic are those of the memory's bandwidth; figures of full precision say so."""
+    from flexsearch.cost.learned import FULL, TRAFFIC
+
     own = name.removeprefix(FULL)
     words = f"share of the memory bandwidth, {own.removeprefix(TRAFFIC)}" if own.startswith(TRAFFIC) else WORDS[own]
     return words if own == name else f"{words}, not in half precision"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -17,15 +16,6 @@ from flexsearch.graph.given import FORMATS, Format, GivenProfile, given_graph
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.pipedream import read_pipedream
-
-FormatOption = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="|".join(FORMATS),
-        help="Read a file of measured layers in the format of these projects; --batch: samples of its minibatch.",
-    ),
-]
 
 
 def check_options(given: Mapping[str, object]) -> None:

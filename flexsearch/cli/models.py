@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from flexsearch.cli import common, given
+from flexsearch.cli import common
 from flexsearch.cli.common import GraphArgument, JsonOption, check_outputs, file_of, settings, show, stderr, stdout
 from flexsearch.cli.progress import Live
 
@@ -34,6 +34,14 @@ BatchOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Keyword argument for the callable. Repeatable."),
+]
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="pipedream|dnn-partitioning",
+        help="Read a file of measured layers in the format of these projects; --batch: samples of its minibatch.",
+    ),
 ]
 
 
@@ -63,7 +71,7 @@ def import_(
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the graph. Default: the callable's name, or the file's.")
     ] = None,
-    format_: given.FormatOption = None,
+    format_: FormatOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn a PyTorch model with its loss into an operator graph.
@@ -80,6 +88,8 @@ def import_(
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
     if format_ is not None:
+        from flexsearch.cli import given
+
         given.check_options({"--opaque": opaque, "--batch-norm-groups": batch_norm_groups > 1, "--set": set_})
         given.import_given(format_, model, output, batch, name, as_json)
         return

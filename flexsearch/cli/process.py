@@ -19,6 +19,7 @@ LONGEST = 200
 
 def run() -> NoReturn:
     """Run the command that ``sys.argv`` names, and end the process."""
+    gc.set_threshold(20_000, 20, 20)  # a model or a search is many objects and little garbage
     arguments = sys.argv[1:]
     as_json = "--json" in arguments and not {"--help", "-h"} & set(arguments)
     streams.prepare(as_json)

@@ -6,6 +6,7 @@ requests; for each it writes pickles (whether that is all, the answer so far) to
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -20,6 +21,7 @@ EVERY_S: Final = 0.2
 
 def main() -> None:
     """Serve until the input ends."""
+    gc.set_threshold(20_000, 20, 20)  # as in the command that starts it (``cli.process``)
     end_with(os.getppid())
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
