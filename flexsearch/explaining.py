@@ -49,7 +49,7 @@ def explain(
     changes = []
     for one in what_ifs(lowered, profile):
         changes.append(one)
-        report("what would help", len(changes), count(lowered.lowering.network))
+        report("what would help", len(changes), count(lowered.lowering.network, profile))
     space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
     choices = list(_choices(space, effects, lowered, report)) if layout is None else []
     layouts = list(_layouts(*layout, report)) if layout is not None else []

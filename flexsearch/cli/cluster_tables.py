@@ -12,6 +12,7 @@ from flexsearch.topology.sources import FIGURES, Figure
 
 
 def data(cluster: Topology) -> dict[str, Any]:
+    """A topology and its figures with their sources, as one JSON object: FLOP/s, bytes, B/s, seconds."""
     device = cluster.devices[0]
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     return {
@@ -30,6 +31,7 @@ def data(cluster: Topology) -> dict[str, Any]:
 
 
 def table(loaded: list[Topology]) -> Grid:
+    """Topologies, one a row."""
     columns = (
         Column("preset", "text"), Column("devices"), Column("model", "text"), Column("TFLOP/s\nhalf"),
         Column("TFLOP/s\nfloat32"), Column("memory"), Column("bandwidth"), Column("efficiency", "below"),
@@ -48,6 +50,7 @@ def table(loaded: list[Topology]) -> Grid:
 
 
 def sources(cluster: Topology) -> Grid:
+    """The figures of one topology, and where they come from."""
     columns = Column("figure", "text"), Column("value", "text"), Column("kind", "text"), Column("from", "text")
     grid = Grid(columns, "Figures of a device, of links and of the library (FLOP/s, bytes, B/s, s)")
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}

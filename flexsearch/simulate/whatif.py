@@ -25,7 +25,7 @@ from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
 from flexsearch.simulate.simulation import makespan, rows_seconds
 from flexsearch.topology import Topology
-from flexsearch.topology.changes import edited, with_links
+from flexsearch.topology.changes import edited, padded, with_links
 from flexsearch.topology.parts import Communication
 
 FACTOR: Final = 2
@@ -91,10 +91,13 @@ def what_ifs(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     yield _batch(lowered, profile)
 
 
-def count(topology: Topology) -> int:
+def count(topology: Topology, profile: Profile | None) -> int:
     """How many :func:`what_ifs` there are."""
     classes = len(link_classes(topology))
-    some = (any(d.launch_s > 0.0 for d in topology.devices), topology.storage is not None)
+    some = (
+        any(d.launch_s > 0.0 for d in topology.devices), topology.storage is not None,
+        profile is None and padded(topology) is not topology,
+    )  # fmt: skip
     return 1 + classes + (classes > 1) + 3 + sum(some) + 5 + 1
 
 
@@ -134,6 +137,9 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     if rows.machine.hosted[0]:
         captured = _with(rows, step_host=np.zeros_like(rows.segments.step_host))
         yield WhatIf("launches", "no time for launches (a captured graph)", rows_seconds(captured))
+    if profile is None and padded(topology) is not topology:  # a profile's products are as measured
+        words = "matrix products padded to multiples of 8 (vocabularies, features)"
+        yield WhatIf("padding", words, _on(lowered, padded(topology), profile))
     if topology.storage is not None:
         yield WhatIf("reading", "no time for reading (all batches in memory)", without_reading(lowered))
 

@@ -81,6 +81,18 @@ def captured(topology: Topology) -> Topology:
     return _devices(topology, lambda device: {"overhead_s": 0.0} if device.launch_s > 0.0 else {})
 
 
+def padded(topology: Topology) -> Topology:
+    """Devices whose products all reach what those of multiples of 8 do, as if models were padded; itself if they do
+    anyway."""
+
+    def change(device: Device) -> dict[str, object]:
+        reached = device.efficiency
+        return {} if reached is None else {"efficiency": reached.model_copy(update={"unaligned": USUAL.unaligned})}
+
+    slow = any(d.efficiency is not None and d.efficiency.unaligned != USUAL.unaligned for d in topology.devices)
+    return _devices(topology, change) if slow else topology
+
+
 def with_tf32(topology: Topology) -> Topology:
     """Devices that compute float32 matrix products in TF32: their times; ranks compute as the flag of PyTorch says.
     Raises TopologyError where a device has no such rate."""
