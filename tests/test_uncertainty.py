@@ -9,6 +9,7 @@ import pytest
 from flexsearch.cost import Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, UNEQUAL, Estimate, Source
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.precision import with_precision
 from flexsearch.report.uncertainty import aside_words, near
 from flexsearch.report.units import spread
 from flexsearch.setting import Setting
@@ -53,6 +54,18 @@ def test_a_step_that_waits_for_hosts_rests_on_what_launching_takes() -> None:
     assert sum(parts.values()) == pytest.approx(estimate.seconds, rel=0.02)
     launching = sum(share for source, share in estimate.shares.items() if source.name.startswith("launches"))
     assert launching > 0.9 * estimate.seconds
+
+
+def test_the_starts_of_kernels_rest_on_the_device_and_not_on_its_host() -> None:
+    """They were fitted with the other figures of the device; what launching takes is another host's guess."""
+    graph = with_precision(OperatorGraph.load("gpt2"), "bf16")
+    here = Setting.of(graph, Topology.load("hgx-h100:1").subset([0]))
+    plan = here.baseline("single", Options(precision="bf16"))
+    shares = here.row("single", plan).simulation.estimate.shares
+    found = {source.name.partition(" on ")[0]: (source, share) for source, share in shares.items()}
+    starts, share = found["starts of kernels"]
+    assert starts.kind == "measured" and share > 0.05 * sum(shares.values())
+    assert found.get("launches", (None, 0.0))[1] < 0.01 * sum(shares.values())
 
 
 def test_the_staged_step_rests_on_the_same() -> None:

@@ -80,6 +80,17 @@ class Sources:
         op = self.costs.graph.operators[operator]
         return float(start_seconds(device, device.efficiency_for(self.costs.dtype(operator)), 1.0, op.kind))
 
+    def start(self, operator: int, kind: int) -> Source:
+        """Of that start: on a CPU of launching, on a GPU of how fast its kernels follow each other."""
+        device, _ = self.costs.basis(kind)
+        if device.launch_s == 0.0:
+            return self.launching(kind)
+        half = self.costs.dtype(operator) in HALF
+        figure: Figure = "devices.efficiency" if half else "devices.efficiency_full"
+        own = (device.efficiency if half else device.efficiency_full) is not None
+        said = self._kind(figure, learned="task_s", shares="measured" if own else "guessed")
+        return self._source(f"starts of kernels on {device.model}", said)
+
     def links(self) -> dict[int, Source]:
         """By resource of the network that is a link or a way to storage: what its bandwidth rests on."""
         kind = self._kind("links.bandwidth", "communication.factors", learned="time")

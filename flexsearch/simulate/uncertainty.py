@@ -98,7 +98,7 @@ def _computing(sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[O
             launch = np.minimum(ticks, round(sources.launch_s(argument, sort) / TICK))
             own = sources.computing(argument, _extents(pieces, argument, configs[argument]), sort)
             yield own, "step_ticks", here, ticks - launch
-            yield sources.launching(sort), "step_ticks", here, launch
+            yield sources.start(argument, sort), "step_ticks", here, launch
 
 
 def _extents(pieces: Pieces, operator: int, config: OperatorConfig) -> Mapping[str, int]:
