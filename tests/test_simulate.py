@@ -60,7 +60,7 @@ class FixedCosts:
     def launch_s(self, device: int) -> float:
         return 0.0
 
-    def update_launches(self, optimizer: str) -> float:
+    def update_launches(self, optimizer: str, precision: str) -> float:
         return 1.0
 
     def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
