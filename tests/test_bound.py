@@ -242,7 +242,7 @@ CLUSTERS: dict[str, Callable[[int], Topology]] = {
 def test_no_plan_with_stages_and_microbatches_is_faster(graph: str, cluster: str) -> None:
     """With any schedule, states in parts, and what is computed or gathered again."""
     made, split, several = STAGED[graph](), 0, 0
-    for number in range(60):
+    for number in range(40):
         plan = staged_plan(made, random.Random(number), cluster=CLUSTERS[cluster])
         on = CLUSTERS[cluster](len(plan.cluster.devices))
         seconds = makespan(lower(made, plan, on, Costs(made, on)))
@@ -251,7 +251,7 @@ def test_no_plan_with_stages_and_microbatches_is_faster(graph: str, cluster: str
             assert split_bound(graph, cluster, len(on.devices), count, options) <= seconds, (number, count)
         split += plan.schedule.startswith(("zero", "dual"))
         several += plan.microbatches > 1 and len(plan.stages) > 1
-    assert split > 5 and (several > 5 or graph == "norms")
+    assert split > 3 and (several > 3 or graph == "norms")
 
 
 def pipelines(graph: OperatorGraph, topology: Topology, costs: Costs) -> dict[int, float]:
