@@ -23,8 +23,8 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower.lowering import lower
+from flexsearch.runtime import casts, wire
 from flexsearch.runtime import parts as runtime_parts
-from flexsearch.runtime import wire
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.parts import Part, Plan
 from flexsearch.strategy import Strategy, StrategyFile
@@ -299,11 +299,16 @@ def test_only_messages_inside_a_host_go_over_connections_of_their_own() -> None:
     assert pool(3).run(_own_connections, ["a", "b", "c"]) == [[]] * 3
 
 
-def _precise(imported: Imported, file: str) -> tuple[list[float], set[torch.dtype]]:
-    """Losses, and the types of the weights that the optimizer sees."""
+def _precise(imported: Imported, file: str, together: bool = False) -> tuple[list[float], set[torch.dtype]]:
+    """Losses, and the types of the weights that the optimizer sees. ``together``: casts are made as on a GPU."""
     model, tokens, targets = deep()
     plan = Strategy.from_file(StrategyFile.model_validate_json(file))
-    parallel = distribute(model.float(), imported, plan, _sgd)
+    before = casts.worthwhile
+    casts.worthwhile = lambda device: together or before(device)
+    try:
+        parallel = distribute(model.float(), imported, plan, _sgd)
+    finally:
+        casts.worthwhile = before
     losses = [parallel.step((tokens,), targets).item() for _ in range(STEPS)]
     return losses, {weight.dtype for weight in parallel.stored.weights.values()}
 
@@ -317,8 +322,10 @@ def test_bf16_trains_float32_weights_to_about_the_same_losses() -> None:
     assert sum(plan.microbatches > 1 for plan in plans) > 1
     for plan in plans:
         plan.options = plan.options.model_copy(update={"precision": "bf16"})
-        file = plan.to_file().model_dump_json()
-        for losses, types in pool(len(plan.cluster.devices)).run(_precise, imported, file):
+        file, ranks = plan.to_file().model_dump_json(), pool(len(plan.cluster.devices))
+        answers = ranks.run(_precise, imported, file)
+        assert ranks.run(_precise, imported, file, True) == answers
+        for losses, types in answers:
             assert types <= {torch.float32}
             assert losses != expected and losses == pytest.approx(expected, rel=0.05), file
 

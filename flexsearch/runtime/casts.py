@@ -15,6 +15,11 @@ _COPY: Callable[[list[Tensor], list[Tensor]], Any] | None = getattr(torch, "_for
 """What PyTorch's optimizers copy lists of tensors with; private. Where a version has none, they are cast one by one."""
 
 
+def worthwhile(device: torch.device) -> bool:
+    """Whether launching casts takes longer than casting."""
+    return device.type == "cuda"
+
+
 def cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], together: bool) -> list[Tensor]:
     """The tensors in these types; itself where a tensor has its type. ``together``: by as few calls as there are pairs
     of types; all must be on one device."""

@@ -16,7 +16,7 @@ from flexsearch.graph.images import images
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
 from flexsearch.graph.ops.local import extent, preferred
-from flexsearch.runtime import assembly
+from flexsearch.runtime import assembly, casts
 from flexsearch.runtime.casts import cast, in_parts
 from flexsearch.runtime.gradients import is_shared
 from flexsearch.runtime.instructions import (
@@ -87,8 +87,8 @@ class Engine:
         """Weights with a gradient, as closures are made in order: the first one needs no sum."""
         self._seen = set[int]()
         """Where gradients of weights lie in memory, in the first step; in every step if operators are compiled."""
-        self._on_gpu = context.device.type == "cuda"
-        """Launching a cast takes longer than casting."""
+        self._together = casts.worthwhile(context.device)
+        """Whether weights, and gradients, are cast together."""
         actions = [self._action(instruction) for instruction in program.instructions]
         self._actions = list(self._joined(actions))
         self._all_actions = [action or _nothing for action in actions]
@@ -202,7 +202,8 @@ class Engine:
                 if weight.data_ptr() != place:  # the first step, or somebody has set its data
                     changed.append(k)
             now = [rows[k] for k in changed]
-            leaves = cast([weight.detach() for _, weight, _, _ in now], [dtype for _, _, dtype, _ in now], self._on_gpu)
+            dtypes = [dtype for _, _, dtype, _ in now]
+            leaves = cast([weight.detach() for _, weight, _, _ in now], dtypes, self._together)
             for k, (slot, weight, _, trained), leaf in zip(changed, now, leaves, strict=True):
                 values[slot] = leaf.requires_grad_(trained)
                 if leaf.data_ptr() == weight.data_ptr():  # no copy in another precision
@@ -251,7 +252,7 @@ class Engine:
 
         def give(some: Sequence[tuple[Tensor, Slot, bool]]) -> None:
             assert shared is not None
-            if self._on_gpu:
+            if self._together:
                 there = [(weight.dtype, slot) for weight, slot, _ in some if values[slot] is not None]
                 found = cast([values[slot] for _, slot in there], [dtype for dtype, _ in there], True)
                 for (_, slot), gradient in zip(there, found, strict=True):
