@@ -19,9 +19,9 @@ import gc
 import math
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -240,12 +240,36 @@ def run(options: Namespace) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 if nothing failed, 2 if there is no such device or model."""
-    made_parser = parser(__doc__)
+def parser_of_device(description: str | None) -> ArgumentParser:
+    """The options of a benchmark of models on one device."""
+    made_parser = parser(description)
     made_parser.add_argument("--device", choices=list(MODELS), default="cuda" if torch.cuda.is_available() else "cpu")
     made_parser.add_argument("--models", help="comma-separated")
     made_parser.add_argument("--topology", help="whose first device is the one at hand")
+    return made_parser
+
+
+def one_of(
+    made_parser: ArgumentParser, option: str, names: str | None, usual: Sequence[str], every: Iterable[str]
+) -> Sequence[str]:
+    """The names in an option's text, ``usual`` if it has none. Ends the program if one is not in ``every``."""
+    chosen = names.split(",") if names else usual
+    if unknown := set(chosen) - set(every):
+        made_parser.error(f"--{option}: {', '.join(sorted(unknown))} is none of {', '.join(every)}")
+    return chosen
+
+
+def use_device(made_parser: ArgumentParser, device: str) -> None:
+    """A CPU computes on one thread. Ends the program if the device is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        made_parser.error("this machine has no CUDA device")
+    if device == "cpu":
+        torch.set_num_threads(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 0 if nothing failed, 2 if there is no such device or model."""
+    made_parser = parser_of_device(__doc__)
     made_parser.add_argument("--profile", type=Path, help="keep the profile here, and reuse it")
     made_parser.add_argument("--budget", type=float, help="seconds of profiling each case; default: no limit")
     made_parser.add_argument("--parts", type=int, default=1, help="profile splits into up to so many parts")
@@ -253,13 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made_parser.parse_args(arguments)
     models = MODELS[options.device]
     few = QUICK[options.device] if options.quick else tuple(models)
-    options.models = options.models.split(",") if options.models else few
-    if unknown := set(options.models) - set(models):
-        made_parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(models)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        made_parser.error("this machine has no CUDA device")
-    if options.device == "cpu":
-        torch.set_num_threads(1)
+    options.models = one_of(made_parser, "models", options.models, few, models)
+    use_device(made_parser, options.device)
     rows = run(options)
     report_tables(rows, {"steps": "Steps on one device", "causes": "Where predictions miss"}, options.json)
     return int(any("error" in row for row in rows))

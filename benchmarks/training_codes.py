@@ -26,8 +26,18 @@ from typing import Any, Final, get_args
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Row, alternate, median, parser, report, say
-from benchmarks.one_device import AUTOCAST, TOPOLOGY, TURN_S, Model, made, turn
+from benchmarks.harness import Row, alternate, median, report, say
+from benchmarks.one_device import (
+    AUTOCAST,
+    TOPOLOGY,
+    TURN_S,
+    Model,
+    made,
+    one_of,
+    parser_of_device,
+    turn,
+    use_device,
+)
 from flexsearch.clocks import clock_of
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
@@ -194,25 +204,16 @@ def run(options: Namespace) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 if nothing failed, 2 if there is no such device, model or code."""
-    made_parser = parser(__doc__)
-    made_parser.add_argument("--device", choices=list(MODELS), default="cuda" if torch.cuda.is_available() else "cpu")
-    made_parser.add_argument("--models", help="comma-separated")
+    made_parser = parser_of_device(__doc__)
     made_parser.add_argument("--codes", help="comma-separated")
-    made_parser.add_argument("--topology", help="whose first device is the one at hand")
     options = made_parser.parse_args(arguments)
     known = MODELS[options.device]
     few = QUICK[options.device] if options.quick else tuple(known)
-    options.models = options.models.split(",") if options.models else few
-    options.codes = options.codes.split(",") if options.codes else CODES[options.device]
-    for what, given, allowed in (("models", options.models, known), ("codes", options.codes, CODES["cuda"])):
-        if unknown := set(given) - set(allowed):
-            made_parser.error(f"--{what}: {', '.join(sorted(unknown))} is none of {', '.join(allowed)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        made_parser.error("this machine has no CUDA device")
+    options.models = one_of(made_parser, "models", options.models, few, known)
+    options.codes = one_of(made_parser, "codes", options.codes, CODES[options.device], CODES["cuda"])
+    use_device(made_parser, options.device)
     if options.device == "cpu" and "captured" in options.codes:
         made_parser.error("--codes: steps are captured as graphs on CUDA devices only")
-    if options.device == "cpu":
-        torch.set_num_threads(1)
     rows = run(options)
     report(rows, "Steps of plain PyTorch, by code", options.json)
     return int(any("error_text" in row for row in rows))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import networkx as nx
 import pytest
@@ -143,6 +144,17 @@ def test_the_list_of_commands_needs_no_numbers() -> None:
     code = "import sys, flexsearch.cli.app; print(sorted({'numpy', 'networkx', 'numba', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_choices_that_the_command_line_writes_out_are_those_there_are() -> None:
+    """So that help needs to import nothing."""
+    from flexsearch.cli.common import CodeOption
+    from flexsearch.cli.models import FormatOption
+    from flexsearch.graph.given import FORMATS
+    from flexsearch.topology.codes import CodeKind
+
+    assert set(get_args(get_args(get_args(CodeOption)[0])[0])) == set(get_args(CodeKind))
+    assert get_args(FormatOption)[1].metavar == "|".join(FORMATS)
 
 
 def test_optimizing_a_saved_graph_never_imports_torch(tmp_path: Path) -> None:

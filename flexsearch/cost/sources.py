@@ -26,7 +26,7 @@ ACCESS: Final[Mapping[Traffic, str]] = {
     "windows": "pooling",
 }  # fmt: skip
 """Ways of reading and writing memory in words."""
-HOSTS: Final = 0.45
+LAUNCHING_ERROR: Final = 0.45
 """Relative standard error of what launching takes a host that was not measured: three virtual machines with the same
 GPU launched the steps of small models in 11, 19 and 31 ms (docs/accuracy.md, Codes)."""
 WORST: tuple[SourceKind, ...] = ("guessed", "published", "measured")
@@ -69,7 +69,7 @@ class Sources:
         if device.launch_s > 0.0 and profile is not None and profile.figures is not None:
             return self._source(name, "measured")
         source = self._source(name, self._kind("devices.overhead_s", learned="task_s"))
-        return source if source.kind == "measured" or device.launch_s == 0.0 else replace(source, error=HOSTS)
+        return source if source.kind == "measured" or device.launch_s == 0.0 else replace(source, error=LAUNCHING_ERROR)
 
     def launch_s(self, operator: int, kind: int) -> float:
         """What of an estimated time on the device is launching, s; measured times hold it, and nobody can tell how much

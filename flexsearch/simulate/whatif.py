@@ -96,7 +96,7 @@ def count(topology: Topology, profile: Profile | None) -> int:
     classes = len(link_classes(topology))
     some = (
         any(d.launch_s > 0.0 for d in topology.devices), topology.storage is not None,
-        profile is None and padded(topology) is not topology,
+        _pads(topology, profile),
     )  # fmt: skip
     return 1 + classes + (classes > 1) + 3 + sum(some) + 5 + 1
 
@@ -137,7 +137,7 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
     if rows.machine.hosted[0]:
         captured = _with(rows, step_host=np.zeros_like(rows.segments.step_host))
         yield WhatIf("launches", "no time for launches (a captured graph)", rows_seconds(captured))
-    if profile is None and padded(topology) is not topology:  # a profile's products are as measured
+    if _pads(topology, profile):
         words = "matrix products padded to multiples of 8 (vocabularies, features)"
         yield WhatIf("padding", words, _on(lowered, padded(topology), profile))
     if topology.storage is not None:
@@ -152,6 +152,12 @@ def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:
         graph, topology, parts = share.graph, share.topology, share.fold
     lowering = Lowering(graph, topology, Costs(graph, topology, profile), parts)
     return rows_seconds(lowering.rows(lowered.configs, lowered.options, lowered.stages))
+
+
+def _pads(topology: Topology, profile: Profile | None) -> bool:
+    """Whether padding can be told: products that a profile measured are as they are."""
+    measured = profile is not None and (bool(profile.entries) or profile.figures is not None)
+    return not measured and padded(topology) is not topology
 
 
 def _quicker(communication: Communication) -> Communication:
