@@ -35,8 +35,9 @@ SHALLOW = [
 
 @pytest.fixture(scope="module")
 def shallow() -> OperatorGraph:
-    """GPT-2 with one of its twelve blocks, as a fit simulates it hundreds of times."""
-    model, inputs, targets, loss = zoo.gpt2(layers=1, device="meta")
+    """GPT-2 with one of its twelve blocks, as a fit simulates it hundreds of times, and few words: else the gradient of
+    their table would be most of a step."""
+    model, inputs, targets, loss = zoo.gpt2(layers=1, vocab=2048, device="meta")
     return import_model(model, inputs, loss, targets=targets)
 
 
@@ -70,8 +71,8 @@ def test_planted_efficiency_comes_back(tmp_path: Path, shallow: OperatorGraph) -
     rows_of(path, topology, GPU.model_copy(update={"learned": Learned(efficiency={"matrix": 0.3})}), ",bf16", SHALLOW)
     result = calibrate(read_rows(path, topology), topology, GPU)
     learned = result.profile.learned
-    assert learned is not None and "compute" not in result.changed
-    assert len(result.changed) <= 2 and learned.error is not None
+    assert learned is not None and len(result.changed) <= 2 and learned.error is not None
+    assert "matrix" in result.changed and learned.efficiency["matrix"] == pytest.approx(0.3, rel=0.05)
     assert learned.error < 0.04 < np.median(np.abs(result.fitted.before))
 
 
