@@ -12,9 +12,11 @@ import atexit
 import gc
 import importlib
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 
+from flexsearch.children import end_with
 from flexsearch.topology import Topology
 
 START_S = 300.0
@@ -80,9 +83,11 @@ class Pool:
                 self.close()
                 raise AssertionError(f"{size} ranks did not start within {START_S} s")
             pipe.recv()
+        self._signal(signal.SIGSTOP)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300.0) -> list[Any]:
         """Results by rank. A rank's exception is raised here, with its traceback; the pool is then closed."""
+        self._signal(signal.SIGCONT)
         try:
             for pipe in self.pipes:
                 pipe.send((function, arguments))
@@ -101,7 +106,15 @@ class Pool:
         except (AssertionError, EOFError, OSError):
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
         return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all ranks. Those with NCCL are left to run: its watchdog would find that nothing had gone on."""
+        if not ON_GPUS:
+            for process in self.processes:
+                with suppress(ProcessLookupError):  # the next call will find it lost
+                    os.kill(process.pid, number)  # type: ignore[arg-type]
 
     def threads(self) -> int:
         """Of the rank that has most of them; 0 where the system does not say."""
@@ -176,6 +189,7 @@ def _watch_sends() -> None:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    end_with(os.getppid())  # a process that is stopped sees no end of its pipe
     gc.set_threshold(10_000, 20, 20)
     gc.freeze()  # what was imported, half a million objects, is no garbage
     torch.set_num_threads(1)

@@ -107,7 +107,7 @@ def test_what_a_device_is_computing_comes_before_what_it_waits_for_next() -> Non
 def test_most_of_a_plan_is_not_run_again() -> None:
     """In long plans with one change, windows are taken over before it and behind it."""
     before = behind = 0
-    for seed in range(30):
+    for seed in range(15):
         case = make_case(3000 + seed, microbatches=1, blocks=30)
         walk = Walk(case, Engine(case.schedule, case.machine))
         for _ in range(10):
@@ -116,7 +116,7 @@ def test_most_of_a_plan_is_not_run_again() -> None:
             taken = f"{int(walk.engine.state.kept.taken[0]):b}"
             before += taken[-1] == "1"
             behind += "01" in taken
-    assert before > 150 and behind > 100
+    assert before > 75 and behind > 50
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -155,7 +155,7 @@ def test_hosts_launch_ahead_and_a_proposal_gives_the_times_of_the_definition(see
 
 def test_windows_are_taken_over_with_hosts_ahead_by_more_or_less() -> None:
     behind = shifted = 0
-    for seed in range(20):
+    for seed in range(10):
         case = make_case(5100 + seed, microbatches=1, blocks=30, hosted=True)
         walk = Walk(case, Engine(case.schedule, case.machine))
         for _ in range(10):
@@ -165,7 +165,7 @@ def test_windows_are_taken_over_with_hosts_ahead_by_more_or_less() -> None:
             behind += "01" in f"{int(kept.taken[0]):b}"
             windows = [k for k in range(len(kept.host_shift)) if int(kept.host_shifted[0]) >> k & 1]
             shifted += bool(kept.host_shift[windows].any())
-    assert behind > 100 and shifted > 50
+    assert behind > 50 and shifted > 25
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -10,7 +10,7 @@ from flexsearch.errors import ImportModelError
 from flexsearch.graph import private
 from flexsearch.graph.importer import import_model
 
-NAMES = "_FAKE_TENSORS", "_EFFECTS", "_EXPORT", "_CONVERT"
+NAMES = "_FAKE_TENSORS", "_EFFECTS", "_EXPORT", "_CONVERT", "_COMPOSITES", "_OPERATORS"
 
 
 class Layer(nn.Module):
@@ -40,3 +40,17 @@ def test_a_layer_that_is_converted_is_then_refused_by_pytorch(monkeypatch: pytes
     monkeypatch.setattr(private, "_CONVERT", None)
     with pytest.raises(ImportModelError, match="cannot be traced in layer 'layer'"):
         import_model(Layer(converts=True), torch.ones(2, 8))
+
+
+def test_an_import_looks_up_the_operators_of_pytorch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, lookup = [], private._COMPOSITES._materialize_cpp_cia_ops
+    monkeypatch.setattr(private._COMPOSITES, "_materialize_cpp_cia_ops", lambda: calls.append(lookup()))
+    import_model(Layer(), torch.ones(2, 8))
+    assert len(calls) == 1
+
+
+def test_operators_have_their_own_kernels_again_after_an_import() -> None:
+    operator = torch.ops.aten.matmul.default
+    before, register = dict(operator.py_kernels), type(operator).py_impl
+    import_model(Layer(), torch.ones(2, 8))
+    assert operator.py_kernels == before and type(operator).py_impl is register

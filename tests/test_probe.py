@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -14,13 +15,14 @@ from benchmarks import netns
 from flexsearch.cost.communication import Pricing
 from flexsearch.errors import RuntimeFailure
 from flexsearch.measure import probe as probing
+from flexsearch.measure.beside import Network
 from flexsearch.measure.fit import FormTime, Measured, fit, messages, place_names, processors
 from flexsearch.measure.machine import Compute, Facts
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS, ONE_CALL
 from tests.ranks import pool
 
-TINY = probing.Effort(compute_s=0.1, transfer_s=0.01, repeats=2, pairs=16)
+TINY = probing.Effort(compute_s=0.05, transfer_s=0.01, repeats=2, pairs=16)
 CPU = Facts("node", "m0", "m0/a", "cpu", "one core", (0,), 1, "", 2**33)
 RATE, OVERHEAD, LATENCY = 1.25e8, 2e-5, 1e-4
 FACTORS = {"all_reduce": 1.1, "all_gather": 1.2, "reduce_scatter": 1.3, "all_to_all": 1.4, "exchange": 1.5}
@@ -215,7 +217,8 @@ def test_main_without_torchrun_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _probe() -> str:
-    probing.QUICK = TINY
+    """Of ranks that compute little between what they send: how much is for the size of the figures alone."""
+    probing.QUICK, probing.Network = TINY, partial(Network, 8)  # type: ignore[misc,assignment]
     return probing.probe(quick=True).model_dump_json()
 
 
@@ -276,9 +279,11 @@ def test_ranks_of_several_hosts_with_several_ranks() -> None:
 
 
 SCRIPT = """
+import functools
 import sys
 from flexsearch.measure import probe
-probe.QUICK = probe.Effort(compute_s=0.1, transfer_s=0.05, repeats=2, pairs=16)
+probe.QUICK = probe.Effort(compute_s=0.1, transfer_s=0.02, repeats=1, pairs=16)
+probe.Network = functools.partial(probe.Network, 8)
 probe.main_from_env(sys.argv[1], quick=True)
 """
 

@@ -490,23 +490,23 @@ def test_under_torchrun_the_first_rank_searches_and_all_measure(here: Path) -> N
     assert done is not None and done.steps == 1 and done.ranks == 2 and done.iteration_s > 0.0
 
 
-def _taking(truth: Learned) -> Callable[..., list[float]]:
+def _taking(truth: Learned, name: str) -> Callable[..., list[float]]:
     """In place of ranks: plans take what is simulated where ``truth`` holds."""
     profile = Profile(device=ProfileDevice(kind="cpu", model="one server core"), torch="2", learned=truth)
 
     def measured(target: str, arguments: dict[str, Any], count: int) -> list[float]:
-        graph = OperatorGraph.load("lenet")
+        graph = OperatorGraph.load(name)
         return [step_of_strategy(graph, Strategy.load(plan), profile).makespan_s for plan in arguments["plans"]]
 
     return measured
 
 
 def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5), "mlp"))
     two = Topology.load("ethernet-1g-2")
     one = tuple(device.model_copy(update={"host": "here"}) for device in two.devices)
     edited(two, name="here", devices=one).save("here.json")
-    command = ("optimize", "lenet", "-t", "here.json", "-b", "50", "--verify", "2", "--profile", "p.json")
+    command = ("optimize", "mlp", "-t", "here.json", "-b", "50", "--verify", "2", "--profile", "p.json")
     first = cli(*command, "--json")
     assert first.code == 0, first.err
     assert first.json["learned"]["changed"] == ["compute"] and first.json["learned"]["profile"] == "p.json"
@@ -518,7 +518,7 @@ def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.M
     for row in second.json["verified"]:
         assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.01)
     assert second.json["learned"]["changed"] == [] and Path("p.json").read_bytes() == written
-    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=3.0)))
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=3.0), "mlp"))
     words = " ".join(cli(*command).out.split())
     said = re.search(r"p\.json learned from \d+ plans: computing takes (\S+)x of what it says\. Median error", words)
     assert said is not None and float(said[1]) == pytest.approx(2.25, rel=0.1), words
@@ -526,7 +526,7 @@ def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.M
 
 
 def test_without_its_network_a_cluster_teaches_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5)))
+    monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=1.5), "lenet"))
     command = ("optimize", "lenet", "-t", "ethernet-1g-2", "-b", "50", "--profile", "p.json")
     assert cli(*command).code == 2  # there is no such profile
     words = " ".join(cli(*command, "--verify", "1").out.split())

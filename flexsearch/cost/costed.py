@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flexsearch.cost.efficiency import Product, product_of
-from flexsearch.cost.profile import Work, family, signature
+from flexsearch.cost.profile import Work, family, sizes_of
 from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Dimension, Operand
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
@@ -58,7 +58,7 @@ class Costed:
 
     def signature(self, extents: Mapping[str, int]) -> str:
         """Key of a piece of these extents in a profile."""
-        return signature(self.op, extents, self.dtypes, self.needs)
+        return f"{self.family} | {sizes_of(self.op, extents)}"
 
     def forward(self, extents: Mapping[str, int]) -> Work:
         """FLOPs (``_whole_times`` as many) and bytes of the forward task of a piece with the given extents."""

@@ -248,8 +248,12 @@ def signature(op: Operator, extents: Mapping[str, int], dtypes: Sequence[str], n
     ``extents``: indices of each axis in the piece. ``dtypes``: of the inputs, then of the outputs. ``needs``: which
     inputs need a gradient (a star). Attributes stand between the pattern and the types.
     """
-    local = " ".join(f"{axis}={extents[axis]}" for axis in op.access.axes)
-    return f"{family(op, dtypes, needs)} | {local}"
+    return f"{family(op, dtypes, needs)} | {sizes_of(op, extents)}"
+
+
+def sizes_of(op: Operator, extents: Mapping[str, int]) -> str:
+    """The part of the signature that its ``family`` leaves out."""
+    return " ".join(f"{axis}={extents[axis]}" for axis in op.access.axes)
 
 
 def family(op: Operator, dtypes: Sequence[str], needs: Sequence[bool]) -> str:

@@ -23,7 +23,7 @@ from flexsearch.graph.experts import experts_by_token
 from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_out_flex_attention
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
-from flexsearch.graph.private import export_prints_nothing
+from flexsearch.graph.private import export_prints_nothing, tables_quickly
 from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks, weights_stay
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
@@ -141,8 +141,8 @@ def _functional(step: Step, program: torch.export.ExportedProgram) -> torch.expo
     _share(program, step)
     keep_layers(program)
     flexible = write_out_flex_attention(program)
-    # Makes it functional, too.
-    functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
+    with tables_quickly():  # it makes the program functional, too
+        functional: torch.export.ExportedProgram = program.run_decompositions(decompositions())
     drop_needless_detach(functional)
     if flexible:
         drop_block_masks(functional)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 
@@ -19,9 +20,13 @@ def _module(name: str) -> Any:
         return None
 
 
+_MATERIALIZE = "_materialize_cpp_cia_ops"
+"""The function that makes Python objects of all composite operators that are registered."""
 _FAKE_TENSORS = getattr(_module("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
 _EFFECTS = getattr(_module("torch._library.simple_registry"), "singleton", None)
 _EXPORT = _module("torch.export._trace")
+_COMPOSITES = _module("torch._export.utils") if hasattr(_module("torch._export.utils"), _MATERIALIZE) else None
+_OPERATORS = getattr(_module("torch._ops"), "OperatorBase", None)
 _CONVERT = "_apply" if hasattr(nn.Module, "_apply") else None
 """The method that all of a module's ways to convert its tensors call (``to``, ``half``, ...)."""
 
@@ -71,3 +76,46 @@ def export_prints_nothing() -> Iterator[None]:
         yield
     finally:
         del printing["print"]
+
+
+@contextmanager
+def tables_quickly() -> Iterator[None]:
+    """While it is entered, ``run_decompositions`` looks up all composite operators once and not once for every library
+    of operators, and evaluates no annotations for each of the ten thousand kernels that it replaces. The tables are the
+    same; of importing a small model making them was a third to a half. Without, PyTorch does as it does."""
+    with _looked_up_once(), _registered_directly():
+        yield
+
+
+@contextmanager
+def _looked_up_once() -> Iterator[None]:
+    if _COMPOSITES is None:
+        yield
+        return
+    getattr(_COMPOSITES, _MATERIALIZE)()
+    with mock.patch.object(_COMPOSITES, _MATERIALIZE, lambda: None):
+        yield
+
+
+@contextmanager
+def _registered_directly() -> Iterator[None]:
+    if _OPERATORS is None or not hasattr(_OPERATORS, "py_impl"):
+        yield
+        return
+    usual, key_type = _OPERATORS.py_impl, torch._C.DispatchKey
+    python = key_type.Python
+
+    def py_impl(operator: Any, key: Any) -> Callable[[Any], Any]:
+        kernels = operator.py_kernels
+        if not isinstance(key, key_type) or key == python or key in kernels:
+            return usual(operator, key)  # type: ignore[no-any-return]
+
+        def register(kernel: Any) -> Any:
+            kernels[key] = kernel
+            operator._dispatch_cache.clear()
+            return kernel
+
+        return register
+
+    with mock.patch.object(_OPERATORS, "py_impl", py_impl):
+        yield

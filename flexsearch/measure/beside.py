@@ -44,15 +44,17 @@ def _gated(x: Tensor, weights: Weights) -> Tensor:
 
 class Network:
     """A small decoder, in as many kinds of operators as ranks run between two communications: what these find in the
-    caches is part of what is measured. It holds more than the caches of a core, but not of a processor."""
+    caches is part of what is measured. Of its usual ``width`` it holds more than the caches of a core, but not of a
+    processor."""
 
-    def __init__(self) -> None:
-        shapes = [(128,), (128, 384), (128, 128)], [(128,), (128, 344), (128, 344), (344, 128)]
+    def __init__(self, width: int = 128) -> None:
+        inner = 43 * width // 16
+        shapes = [(width,), (width, 3 * width), (width, width)], [(width,), *[(width, inner)] * 2, (inner, width)]
         self._parts = [
             (part, [(torch.randn(shape) / 16).requires_grad_() for shape in shapes[k % 2]])
             for k, part in enumerate((_attention, _gated) * (PARTS // 2))
         ]
-        self._rows = torch.ones(256, 128)
+        self._rows = torch.ones(256, width)
 
     def step(self, between: Between | None = None) -> None:
         """A forward and a backward pass. With ``between``, both are cut behind every part, as those of ranks are where
