@@ -15,7 +15,7 @@ from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
+from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
@@ -39,12 +39,8 @@ class Span:
 
 
 def put_together(lowered: Lowered, task: int) -> int:
-    """The moment in which what a computation needs is put together: that before, if every microbatch runs the block
-    there, else its own."""
-    block, schedule = lowered.tasks.identity[task].block, lowered.rows.schedule
-    repeated = schedule.kind[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER)
-    repeated = repeated and schedule.once[block - 1] == 0
-    return 2 * block - int(block > 0 and (repeated or lowered.stages.microbatches == 1))
+    """The moment in which what a computation needs is put together."""
+    return 3 * lowered.tasks.identity[task].block
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:
@@ -512,10 +508,13 @@ class _Walk:
     def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> dict[int, int]:
         """Receive buffers. Returns by device the task before which what they bring is put together."""
         joined: dict[int, int] = {}
+        between = {device for device, _, _ in plan.phases[0].destination}
         for x, staged in enumerate(plan.staged):
             for device, elements in staged.items():
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
+                    if purpose != "synchronise" and x + 1 < len(plan.phases) and device in between:
+                        elements = max(0, elements - plan.staged[1].get(device, 0))  # gone when that comes
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
                     if purpose == "synchronise" and not x and (again := self.crossing.get((purpose, key, 1, device))):
                         buffer.until(max(again))

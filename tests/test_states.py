@@ -66,7 +66,7 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
     elements, kept = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter")), Counter[str]()
     for span in spans_of(lowered):
         if span.device == 0:
-            begins, ends = schedule.once[span.first // 2], schedule.once[span.last // 2]
+            begins, ends = schedule.once[span.first // 3], schedule.once[span.last // 3]
             always = span.part in ("weights", "optimizer") and span.first == 0 and span.last == end
             summed = span.part == "gradients" and not begins and bool(ends)
             gathered = span.part == "gathered" and bool(begins) and not ends

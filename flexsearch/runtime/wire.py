@@ -28,7 +28,7 @@ from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.faults import lost
 from flexsearch.runtime.group import directions
-from flexsearch.runtime.instructions import Post, Start, Wait
+from flexsearch.runtime.instructions import Post, Settle, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
 from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, lying, plan_of, slices, unflat
 
@@ -137,6 +137,10 @@ class Wire:
             self._finish_down_to(self._ahead)
 
         return self._watched(task, wait)
+
+    def settling(self, instruction: Settle) -> Action:
+        """Wait until messages under way keep no more than so many bytes."""
+        return partial(self._finish_down_to, instruction.nbytes)
 
     def wait(self, task: int, works: Sequence[dist.Work]) -> None:
         """Block until parts of a communication are done."""
