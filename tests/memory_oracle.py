@@ -130,6 +130,13 @@ class _Walk:
         both = flows[trained[0]] == Flow.BOTH and self.graph.has_backward[i]
         return both and (self.lowered.edge_of[i, trained[0]], device) not in self.given
 
+    def _hands_on(self, i: int) -> bool:
+        """Whether the gradient of an operator's result is, as it is, that of an operand."""
+        op, tensor = self.graph.operators[i], self.graph.tensor
+        adds = op.kind == "pointwise" and str(op.attributes.get("target")).startswith("aten.add.Tensor")
+        whole = any(n in self.graph.producer and tensor[n].shape == tensor[op.outputs[0]].shape for n in op.inputs)
+        return op.half == "inputs" or (adds and whole and "alpha" not in dict(op.attributes.get("kwargs", {})))
+
     def _new(self, device: int, nbytes: int, part: Part, first: int) -> Span:
         span = Span(device, nbytes, part, first)
         self.spans.append(span)
@@ -257,7 +264,7 @@ class _Walk:
                 if again and not any(self.region[o] == self.region[i] for o, _ in readers):
                     continue
                 purpose = "recompute" if again else "forward"
-                self._leave(purpose, e, plan, made)
+                self._leave(purpose, e, plan, made, now)
                 arrived = self._arrive(purpose, e, plan, graph.tensor[name], "activations", now, again=again)
                 for device in plan.aliased & made.keys():
                     arrived[device] = held[e, device] = made[device]
@@ -311,7 +318,7 @@ class _Walk:
                 for e in lowered.edges_of[name]:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
-                            if op.half == "inputs":  # an operand's gradient is the same memory from there on
+                            if self._hands_on(i):  # an operand's gradient is the same memory from there on
                                 span.used_up = max(span.used_up, now[device])
                             else:
                                 span.until(late[device])
@@ -339,7 +346,7 @@ class _Walk:
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
                     mine = {d: gradient[e, d] for d in {x.device for x in edge.need} if (e, d) in gradient}
-                    self._leave("backward", e, edge.backward, mine)
+                    self._leave("backward", e, edge.backward, mine, now)
                     found = self._arrive(
                         "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
                     )
@@ -438,12 +445,18 @@ class _Walk:
     def _update(self, device: int) -> int:
         return self.task.get((TaskKind.UPDATE, -1, device), self.end)
 
-    def _leave(self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span]) -> None:
-        """What is sent lives until its last communication of the first phase has been issued."""
+    def _leave(
+        self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span], now: Mapping[int, int] | None = None
+    ) -> None:
+        """What is sent lives until its last communication of the first phase has been issued; that from which a copy is
+        cut until then: behind ``now``, the task that has made all of it."""
+        made = {device for phase in plan.phases for device, _, _ in phase.destination}
         for device, span in spans.items():
             sent = self.crossing.get((purpose, key, 0, device), ())
             sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
+            if not sent and now is not None and device not in plan.aliased and device in made:
+                span.cut = max(span.cut, now[device])
             if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
 
@@ -459,7 +472,7 @@ class _Walk:
             for device, nbytes in _sizes(plan.phases[0].destination, tensor.itemsize).items():
                 first = min(self.crossing.get((purpose, key, 0, device), (born.get(device, 0),)))
                 middle = self._new(device, nbytes, "buffers", first)
-                if purpose == "synchronise" and (purpose, key, 0, device) not in self.crossing and device in born:
+                if (purpose, key, 0, device) not in self.crossing and device in born:
                     middle.cut, middle.first = first, first + 1
                 second = self.crossing.get((purpose, key, 1, device), ())
                 middle.until(max(second, default=first))
@@ -478,7 +491,8 @@ class _Walk:
             otherwise = born.get(device, min(born.values(), default=0))
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
             sends = (key, device) in self.sending or ("synchronise", key, 1, device) in self.crossing
-            if purpose == "synchronise" and not sends and device in born:
+            local = not sends if purpose == "synchronise" else not tasks and purpose in _OF_ACTIVATIONS
+            if local and device in born:
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if purpose == "synchronise":

@@ -1,5 +1,4 @@
-"""Importing this makes compiled code of lowering and of memory ready: ranks forked from a process that did need not load
-it."""
+"""Importing this makes compiled code of lowering and of memory ready: ranks forked from a process that did load none."""
 
 from __future__ import annotations
 

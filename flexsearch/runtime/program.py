@@ -41,7 +41,8 @@ def compile_program(lowered: Lowered, device: int, fuse: bool = True) -> Program
     compiler.compile()
     slots = tuple(compiler.slots)
     instructions = with_lifetimes(lowered, device, compiler.instructions, slots)
-    return with_room(Program(lowered, device, tuple(compiler.segments), tuple(instructions), slots))
+    program = Program(lowered, device, tuple(compiler.segments), tuple(instructions), slots)
+    return with_room(program, compiler.transports.place)
 
 
 class _Compiler(Emitter):

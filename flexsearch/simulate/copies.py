@@ -77,7 +77,7 @@ def distribute(
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             leave(landings, spans, row, original, sent, joined)
-        holder = land(landings, spans, row, now, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
+        holder = land(landings, spans, row, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -218,10 +218,13 @@ def put_together(sent: Any, used: Any) -> Any:
 
 @lean
 def leave(landings: Landings, spans: Spans, row: Any, original: Any, sent: Any, joined: Any) -> None:
-    """Keep what a device sends of an activation or its gradient until it has been ``sent``, or where a copy is made of
-    a part of it and of what arrives, until it is put together (``joined``), of two phases by the first."""
+    """Keep what a device sends of an activation or its gradient, or cuts a copy from, until it has been ``sent``, or
+    where a copy is made of a part of it and of what arrives, until it is put together (``joined``), of two phases by
+    the first."""
     if landings.role[row] & TAKES_PART:
         prolong(spans, original, joined if landings.staged[row] > 0 and landings.middle[row] == 0 else sent)
+    elif landings.copy[row] > 0 or landings.middle[row] > 0:
+        prolong(spans, original, sent)
 
 
 @lean
@@ -231,20 +234,17 @@ def arrives_in_parts(landings: Landings, row: Any) -> Any:
 
 
 @lean
-def land(
-    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, joined: Any, begins: Any, part: Any
-) -> Any:  # fmt: skip
+def land(landings: Landings, spans: Spans, row: Any, sent: Any, joined: Any, begins: Any, part: Any) -> Any:
     """What a reshard of an activation, its gradient or a weight leaves on a device: the copy (its handle is
-    returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
-    copy from what it has; ``sent``: the moment of both phases; ``joined``: when what arrives is put together, right
-    before a computation waits for it; ``begins``: since when the result of that counts. What the first of two phases
-    brings is put together before the second one."""
+    returned; 0: none), the layout in between, receive buffers. ``sent``: the moment of both phases, from which on there
+    is what the device cuts from what it has, too; ``joined``: when what arrives is put together, right before a
+    computation waits for it; ``begins``: since when the result of that counts. What the first of two phases brings is
+    put together before the second one."""
     d, role, middle = np.uint64(landings.device[row]), landings.role[row], landings.middle[row]
     staged, again = landings.staged[row], landings.staged_again[row]
-    begin = sent if role & TAKES_PART else born
     if middle > 0:
         last = joined if landings.copy[row] > again > 0 else sent  # a part of it stays here
-        add(spans, d, middle, BUFFERS, begin, last if role & TAKES_PART_AGAIN else begin)
+        add(spans, d, middle, BUFFERS, sent, last if role & TAKES_PART_AGAIN else sent)
     if middle > 0:
         staged = max(np.int64(0), staged - again)  # gone when what the second phase brings comes
     if staged > 0:
@@ -253,10 +253,7 @@ def land(
         add(spans, d, again, BUFFERS, sent, joined)
     copies = part == ACTIVATIONS or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
     if copies and landings.copy[row] > 0:
-        if role & TAKES_PART_AGAIN:
-            begin = sent
-        if arrives_in_parts(landings, row):
-            begin = max(begin, begins)
+        begin = max(sent, begins) if arrives_in_parts(landings, row) else sent
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
 

@@ -118,7 +118,7 @@ class Curve:
 
 class Use(NamedTuple):
     """What a device holds as a step goes on, bytes, without the state of the optimizer. ``after``: each of its cells
-    (``account``); ``place``: by microbatch and block, the number of the first of the block's cells; ``peak``."""
+    (``account``); ``place``: by microbatch and block, the number of the first of the block's four cells; ``peak``."""
 
     after: npt.NDArray[np.int64]
     place: Mapping[tuple[int, int], int]
