@@ -1,4 +1,4 @@
-"""Importing this makes compiled code of lowering and of memory ready: ranks forked from a process that did load none."""
+"""Importing this makes compiled code of lowering and memory ready: ranks forked from a process that did load none."""
 
 from __future__ import annotations
 

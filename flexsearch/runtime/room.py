@@ -7,7 +7,8 @@ comes near the peak, sends are waited for until they fit below it, or are no mor
 receives that would be beside it are posted behind it, where that is allowed.
 
 A rank may wait for its sends anywhere, and post a receive as late as before it waits for anything that stands later in
-the order of tasks. Then, of all that ranks wait for, what comes first in that order is under way: nothing hangs.
+the order of tasks, sends included (``wire.Wire``). Then, of all that ranks wait for, what comes first in that order is
+under way: nothing hangs.
 """
 
 from __future__ import annotations
@@ -93,17 +94,12 @@ def _before(rows: Sequence[Instruction], k: int, place: Mapping[int, int]) -> It
     """Numbers of the instructions that a receive, number k, may be posted behind."""
     post = rows[k]
     assert isinstance(post, Post)
-    sent_later = False
     for j in range(k + 1, len(rows)):
         at = rows[j]
         if isinstance(at, Update) or (isinstance(at, Wait) and place[at.task] >= place[post.task]):
             return
-        if isinstance(at, Start | Wait) and sent_later:
-            return  # it may wait for what was sent later
         if isinstance(at, Start) and at.task == post.task and any(at.sources):
             return  # both directions at once
-        if isinstance(at, Start) and any(at.sources) and place[at.task] > place[post.task]:
-            sent_later = True
         yield j
 
 
@@ -112,24 +108,17 @@ def _before(rows: Sequence[Instruction], k: int, place: Mapping[int, int]) -> It
 
 def _settled(program: Program, limits: Iterator[int | None], ahead: int) -> Iterator[Instruction]:
     """The instructions, with those that wait where more may be under way than is left."""
-    rows, under_way, started = program.instructions, 0, set[int]()
-    ends = {x.task: k for k, x in enumerate(rows) if isinstance(x, Post)}
-    unposted = 0
-    """So many receives are posted behind the place of their task."""
+    rows, under_way = program.instructions, 0
     for k, (instruction, left) in enumerate(zip(rows, limits, strict=True)):
         most = ahead if left is None else max(ahead, left)
-        if left is not None and under_way > most and not unposted and not _posted_ahead(rows, k):
+        if left is not None and under_way > most and not _posted_ahead(rows, k):
             yield Settle(most)
             under_way = most
         if isinstance(instruction, Start):
             sent = sent_bytes(program.lowered, program.device, instruction.task)
             under_way = min(under_way, max(0, ahead - sent)) + sent
-            started.add(instruction.task)
-            unposted += ends.get(instruction.task, -1) > k
         elif isinstance(instruction, Wait):
             under_way = min(under_way, ahead)
-        elif isinstance(instruction, Post) and instruction.task in started:
-            unposted -= 1
         yield instruction
 
 

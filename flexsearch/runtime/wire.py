@@ -91,6 +91,11 @@ class Wire:
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
+        self._issued = 0
+        """So many messages have been sent."""
+        self._unposted: dict[int, int] = {}
+        """Receives whose place in the order has passed -> what had been sent there. The other side may wait for them, so
+        that none of the later sends may be waited for before they are posted."""
         self._ahead = ahead[rank]
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
@@ -119,6 +124,7 @@ class Wire:
                 works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
+            self._unposted.pop(task, None)
 
         return self._watched(task, run)
 
@@ -176,6 +182,8 @@ class Wire:
         groups = {peer: self._ways.group(self.rank, peer, nbytes) for peer, nbytes in bytes_to.items()}
 
         def send() -> None:
+            if lengths and values[slot] is None:
+                self._unposted[task] = self._issued
             self._finish_down_to(self._ahead - total)
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
@@ -183,6 +191,7 @@ class Wire:
                 works = [present(dist.isend(message, peer, groups[peer], tag=task)) for peer in peers]
                 sent.append((task, works, [packed], nbytes))
             self._sending += total
+            self._issued += len(packs)
 
         def exchange() -> None:
             packed = [(peer, one) for peers, pack in packs for one in (pack(),) for peer in peers]
@@ -260,8 +269,9 @@ class Wire:
             self._finish_oldest()
 
     def _finish_down_to(self, most: int) -> None:
-        """Wait for the oldest sends until those under way keep no more bytes than that."""
-        while self._sending > most and self._sending:
+        """Wait for the oldest sends until those under way keep no more bytes than that, or the next may not be."""
+        last = min(self._unposted.values(), default=self._issued)
+        while self._sending > most and self._sending and self._issued - len(self._sent) < last:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
