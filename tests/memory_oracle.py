@@ -130,13 +130,6 @@ class _Walk:
         both = flows[trained[0]] == Flow.BOTH and self.graph.has_backward[i]
         return both and (self.lowered.edge_of[i, trained[0]], device) not in self.given
 
-    def _hands_on(self, i: int) -> bool:
-        """Whether the gradient of an operator's result is, as it is, that of an operand."""
-        op, tensor = self.graph.operators[i], self.graph.tensor
-        adds = op.kind == "pointwise" and str(op.attributes.get("target")).startswith("aten.add.Tensor")
-        whole = any(n in self.graph.producer and tensor[n].shape == tensor[op.outputs[0]].shape for n in op.inputs)
-        return op.half == "inputs" or (adds and whole and "alpha" not in dict(op.attributes.get("kwargs", {})))
-
     def _new(self, device: int, nbytes: int, part: Part, first: int) -> Span:
         span = Span(device, nbytes, part, first)
         self.spans.append(span)
@@ -318,7 +311,7 @@ class _Walk:
                 for e in lowered.edges_of[name]:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
-                            if self._hands_on(i):  # an operand's gradient is the same memory from there on
+                            if op.half == "inputs":  # an operand's gradient is the same memory from there on
                                 span.used_up = max(span.used_up, now[device])
                             else:
                                 span.until(late[device])

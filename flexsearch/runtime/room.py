@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from flexsearch.graph import volume
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import Instruction, Post, Program, Settle, Start, Update, Wait
 from flexsearch.runtime.liveness import ahead_bytes, received_bytes
@@ -38,12 +39,18 @@ def with_room(program: Program, place: Mapping[int, int]) -> Program:
 
 
 def sent_bytes(lowered: Lowered, device: int, task: int) -> int:
-    """Bytes of messages in which a device sends its part of a task."""
+    """Bytes of what a device sends parts of in a task, which messages may keep."""
     what = lowered.tasks.communication[task]
     assert what is not None
-    if what.one_call:
+    if what.one_call or what.purpose in ("gather", "regather"):  # what is stored lives anyway
         return 0
-    return sum(nbytes for member in what.members for sender, _, nbytes in member.what.messages if sender == device)
+    total = 0
+    for member in what.members:
+        source, key = member.reshard.phases[member.phase].source, member.key
+        name = lowered.weights[key].tensor if what.purpose == "synchronise" else lowered.edges[key].tensor
+        sent = {move.source for move in member.what.moves if source[move.source].device == device}
+        total += lowered.graph.tensor[name].itemsize * sum(volume(source[k].box) for k in sent)
+    return total
 
 
 def _limits(program: Program, use: Use) -> Iterator[int | None]:

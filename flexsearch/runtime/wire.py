@@ -94,8 +94,8 @@ class Wire:
         self._issued = 0
         """So many messages have been sent."""
         self._unposted: dict[int, int] = {}
-        """Receives whose place in the order has passed -> what had been sent there. The other side may wait for them, so
-        that none of the later sends may be waited for before they are posted."""
+        """Receives whose place in the order has passed -> what had been sent there. The other side may wait for them:
+        none of the later sends may be waited for before they are posted."""
         self._ahead = ahead[rank]
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
@@ -189,8 +189,7 @@ class Wire:
                 packed = pack()
                 message = packed.view(torch.uint8)
                 works = [present(dist.isend(message, peer, groups[peer], tag=task)) for peer in peers]
-                sent.append((task, works, [packed], nbytes))
-            self._sending += total
+                self._note_sent(task, works, packed, nbytes)
             self._issued += len(packs)
 
         def exchange() -> None:
@@ -262,6 +261,18 @@ class Wire:
                 if part.member == member:
                     result.append((part.move, _region(values, slot, k, part, self.plans[task].orders.get(member))))
         return result
+
+    def _note_sent(self, task: int, works: list[dist.Work], packed: Tensor, nbytes: int) -> None:
+        """Remember what a message keeps: all of the memory that it is a part of, once; nothing if ``nbytes`` is 0."""
+        storage = packed.untyped_storage()
+        if nbytes:
+            nbytes = storage.nbytes()
+            before = self._sent[-1] if self._sent else None
+            if before is not None and before[2][0].untyped_storage().data_ptr() == storage.data_ptr():
+                self._sent[-1] = (*before[:3], 0)
+                self._sending -= before[3]
+        self._sent.append((task, works, [packed], nbytes))
+        self._sending += nbytes
 
     def end(self) -> None:
         """Finish a step: wait for what has been sent."""

@@ -40,7 +40,7 @@ it reads is put together (number 3 * block), it computes (3 * block + 1), and it
   device, else where it is put together: there is one sum. What is added to it needs no copy of that size where the
   sum has memory of its own, as it was received, or is larger than what a reader made of it. An operator whose output
   is its input's memory, all of it once, hands its gradient on as it is, and so does one whose weights' gradients
-  another makes, to that. So does an addition: the gradient of its result goes where those of its operands begin.
+  another makes, to that.
 - Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
   gradient alone (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is

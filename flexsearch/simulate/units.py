@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.updates import state_bytes
-from flexsearch.graph import Flow, Operator, OperatorGraph
+from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
-from flexsearch.graph.ops.pointwise import is_addition
 from flexsearch.graph.ops.zeros import widens
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
@@ -149,7 +148,7 @@ def make_units(
         backward=_flags(graph.has_backward), keeps_weight=np.array([keeps(pair) for pair in pairs], np.uint8),
         only_gradient=np.array([NOTHING if (p := alone.get(pair)) is None else slot[p] for pair in pairs], np.uint32),
         output_gradient=_of_outputs(graph, slot, alone),
-        is_view=_flags(r.alias for r in rules), hands_on=_flags(_hands_on(graph, op) for op in graph.operators),
+        is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
         extra=_sizes(r.extra for r in rules), halves=_sizes(r.halves for r in rules),
         widens=_flags(widens(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators),
         cpu=_flags(device == "cpu" for device in devices),
@@ -173,13 +172,6 @@ def make_units(
 def _flags(values: Iterable[object]) -> npt.NDArray[np.uint8]:
     """Whether each is true."""
     return np.array([bool(value) for value in values], np.uint8)
-
-
-def _hands_on(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether the gradient of an operator's result is that of an operand, too."""
-    shape = graph.tensor[op.outputs[0]].shape
-    made = (graph.tensor[name].shape for name in op.inputs if name in graph.producer)
-    return op.half == "inputs" or (is_addition(op) and shape in made)
 
 
 def _sizes(values: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -62,11 +62,6 @@ class Pointwise(OperatorKind):
 define(Pointwise())
 
 
-def is_addition(op: Operator) -> bool:
-    """Whether the gradient of an operator's result is, as it is, that of each operand of its shape."""
-    return op.kind == "pointwise" and op.attributes.get("target") == "aten.add.Tensor" and not op.attributes["kwargs"]
-
-
 def pointwise(
     b: Builder, target: str | OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Value:
