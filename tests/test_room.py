@@ -15,7 +15,6 @@ from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.instructions import Post, Program, Settle, Start, Wait
 from flexsearch.runtime.program import compile_program
-from flexsearch.runtime.transports import Transports
 from flexsearch.runtime.wire import Wire
 from flexsearch.simulate.memory import memory, use_of
 
@@ -46,16 +45,14 @@ def test_a_rank_waits_for_what_it_has_sent_where_it_would_hold_more_than_its_pea
 def test_receives_are_posted_before_a_rank_waits_for_what_comes_later(number: int, seed: int, moves: bool) -> None:
     behind = 0
     for program in _programs("decoder", number, seed):
-        place = Transports(program.lowered, program.device, frozenset()).place
-        started, waited = set[int](), -1
-        for instruction in program.instructions:
-            if isinstance(instruction, Start):
-                started.add(instruction.task)
-            elif isinstance(instruction, Wait):
+        place = {x.task: k for k, x in enumerate(program.instructions) if isinstance(x, Start)}
+        waited = -1
+        for k, instruction in enumerate(program.instructions):
+            if isinstance(instruction, Wait):
                 waited = max(waited, place[instruction.task])
             elif isinstance(instruction, Post):
                 assert waited < place[instruction.task]
-                behind += instruction.task in started
+                behind += place[instruction.task] < k
     assert bool(behind) == moves
 
 
