@@ -485,7 +485,7 @@ class _Walk:
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
             sends = (key, device) in self.sending or ("synchronise", key, 1, device) in self.crossing
             local = not sends if purpose == "synchronise" else not tasks and purpose in _OF_ACTIVATIONS
-            if local and device in born:
+            if local and (device in born or purpose != "synchronise"):
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if purpose == "synchronise":

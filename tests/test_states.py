@@ -62,7 +62,7 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
     parts in all three cases, 2 / n, and is whole beside that from its gather, once a step, to its last use."""
     graph = stack(3)
     lowered = plan(states, Options(optimizer="adam", precision="bf16"), graph)
-    schedule, end = lowered.rows.schedule, 2 * len(lowered.rows.schedule.kind) - 1
+    schedule, end = lowered.rows.schedule, 3 * len(lowered.rows.schedule.kind) - 1
     elements, kept = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter")), Counter[str]()
     for span in spans_of(lowered):
         if span.device == 0:
