@@ -27,11 +27,12 @@ from flexsearch.graph import Tracing
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.engine import Engine
-from flexsearch.runtime.held import held_by, tasks_of
+from flexsearch.runtime.held import held_by
 from flexsearch.runtime.instructions import Instruction
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.tasks import tasks_of
 from flexsearch.simulate import simulate
 from flexsearch.simulate.memory import PARTS, memory, memory_curves
 from flexsearch.strategy import Strategy

@@ -15,7 +15,7 @@ from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
-from flexsearch.lower.rows import BACKWARD, FORWARD, GATHER, RECOMPUTE, REGATHER, SYNCHRONISE, WEIGHT_GRADIENT
+from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
 from flexsearch.strategy import States
 
@@ -39,12 +39,8 @@ class Span:
 
 
 def put_together(lowered: Lowered, task: int) -> int:
-    """The moment in which what a computation needs is put together: that before, if every microbatch runs the block
-    there, else its own."""
-    block, schedule = lowered.tasks.identity[task].block, lowered.rows.schedule
-    repeated = schedule.kind[block - 1] in (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER)
-    repeated = repeated and schedule.once[block - 1] == 0
-    return 2 * block - int(block > 0 and (repeated or lowered.stages.microbatches == 1))
+    """The moment in which what a computation needs is put together."""
+    return 3 * lowered.tasks.identity[task].block
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:
@@ -261,7 +257,7 @@ class _Walk:
                 if again and not any(self.region[o] == self.region[i] for o, _ in readers):
                     continue
                 purpose = "recompute" if again else "forward"
-                self._leave(purpose, e, plan, made)
+                self._leave(purpose, e, plan, made, now)
                 arrived = self._arrive(purpose, e, plan, graph.tensor[name], "activations", now, again=again)
                 for device in plan.aliased & made.keys():
                     arrived[device] = held[e, device] = made[device]
@@ -343,7 +339,7 @@ class _Walk:
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
                     mine = {d: gradient[e, d] for d in {x.device for x in edge.need} if (e, d) in gradient}
-                    self._leave("backward", e, edge.backward, mine)
+                    self._leave("backward", e, edge.backward, mine, now)
                     found = self._arrive(
                         "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
                     )
@@ -442,12 +438,18 @@ class _Walk:
     def _update(self, device: int) -> int:
         return self.task.get((TaskKind.UPDATE, -1, device), self.end)
 
-    def _leave(self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span]) -> None:
-        """What is sent lives until its last communication of the first phase has been issued."""
+    def _leave(
+        self, purpose: str, key: int, plan: Reshard, spans: Mapping[int, Span], now: Mapping[int, int] | None = None
+    ) -> None:
+        """What is sent lives until its last communication of the first phase has been issued; that from which a copy is
+        cut until then: behind ``now``, the task that has made all of it."""
+        made = {device for phase in plan.phases for device, _, _ in phase.destination}
         for device, span in spans.items():
             sent = self.crossing.get((purpose, key, 0, device), ())
             sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
+            if not sent and now is not None and device not in plan.aliased and device in made:
+                span.cut = max(span.cut, now[device])
             if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
 
@@ -463,7 +465,7 @@ class _Walk:
             for device, nbytes in _sizes(plan.phases[0].destination, tensor.itemsize).items():
                 first = min(self.crossing.get((purpose, key, 0, device), (born.get(device, 0),)))
                 middle = self._new(device, nbytes, "buffers", first)
-                if purpose == "synchronise" and (purpose, key, 0, device) not in self.crossing and device in born:
+                if (purpose, key, 0, device) not in self.crossing and device in born:
                     middle.cut, middle.first = first, first + 1
                 second = self.crossing.get((purpose, key, 1, device), ())
                 middle.until(max(second, default=first))
@@ -482,7 +484,8 @@ class _Walk:
             otherwise = born.get(device, min(born.values(), default=0))
             result[device] = self._new(device, nbytes, part, min(tasks, default=otherwise))
             sends = (key, device) in self.sending or ("synchronise", key, 1, device) in self.crossing
-            if purpose == "synchronise" and not sends and device in born:
+            local = not sends if purpose == "synchronise" else not tasks and purpose in _OF_ACTIVATIONS
+            if local and (device in born or purpose != "synchronise"):
                 result[device].cut, result[device].first = otherwise, otherwise + 1
             result[device].until(max(tasks, default=0))
             if purpose == "synchronise":
@@ -512,10 +515,13 @@ class _Walk:
     def _receive(self, purpose: str, key: int, plan: Reshard, itemsize: int) -> dict[int, int]:
         """Receive buffers. Returns by device the task before which what they bring is put together."""
         joined: dict[int, int] = {}
+        between = {device for device, _, _ in plan.phases[0].destination}
         for x, staged in enumerate(plan.staged):
             for device, elements in staged.items():
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
+                    if purpose != "synchronise" and x + 1 < len(plan.phases) and device in between:
+                        elements = max(0, elements - plan.staged[1].get(device, 0))  # gone when that comes
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
                     if purpose == "synchronise" and not x and (again := self.crossing.get((purpose, key, 1, device))):
                         buffer.until(max(again))

@@ -10,8 +10,8 @@ from flexsearch.simulate.recipe_memory import recipe_spans
 
 
 class Span(NamedTuple):
-    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 2 * block is its computing,
-    2 * block + 1 its communicating."""
+    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 3 * block is where what it
+    reads is put together, 3 * block + 1 its computing, 3 * block + 2 its communicating."""
 
     device: int
     first: int

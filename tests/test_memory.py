@@ -89,7 +89,7 @@ GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
 
 def moments_of_tasks(lowered: Lowered) -> list[int]:
     """Moment of every task: of its block, computing or communicating."""
-    return [2 * row.block + row.communicates for row in lowered.tasks.identity]
+    return [3 * row.block + 1 + row.communicates for row in lowered.tasks.identity]
 
 
 def expected_spans(lowered: Lowered) -> Counter[Span]:
@@ -106,12 +106,13 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
 def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple[int, int]:
     """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
-    first, last = 2 * span.block if span.added else moments[span.first], max(moments[span.last], 2 * span.block)
+    block = 3 * span.block + 1
+    first, last = block if span.added else moments[span.first], max(moments[span.last], block if span.block else 0)
     first = put_together(lowered, span.joined) if span.joined >= 0 else first
     last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
     if span.cut < 0:
         return first, last
-    behind = moments[span.cut] | 1
+    behind = moments[span.cut] // 3 * 3 + 2
     return (first if span.first <= span.cut else behind), max(last, behind)
 
 
@@ -318,18 +319,18 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     change = Counter[int]()
 
     def add(nbytes: int, begin: tuple[int, int], first: int, end: tuple[int, int], last: int) -> None:
-        change[2 * place[begin] + first] += nbytes
-        change[2 * place[end] + last + 1] -= nbytes
+        change[3 * place[begin] + first] += nbytes
+        change[3 * place[end] + last + 1] -= nbytes
 
     for s in spans:
         if s.device != device:
             continue
         rows = []
         for moment in (s.first, s.last):
-            block = moment // 2
+            block = moment // 3
             among = own if block in latest or schedule.once[block] or schedule.last[block] else each or own
             v = next((w for w in among if w >= block), among[-1])
-            rows.append((v, moment % 2 if v == moment // 2 else 0))
+            rows.append((v, moment % 3 if v == block else 0))
         (a, first), (b, last) = rows
         if s.last < s.first:  # each microbatch's ends in the next one
             beside = s.part == "gradients"  # a sum, which is the first one; cut out of what ends where it begins
@@ -337,9 +338,9 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             for k, following in zip(order, [*order[1:], None], strict=True):
                 if beside and k == order[0]:
                     continue
-                change[2 * place[a, k] + first + beside] += s.nbytes
+                change[3 * place[a, k] + first + beside] += s.nbytes
                 if following is not None:
-                    change[2 * place[b, following] + last + 1] -= s.nbytes
+                    change[3 * place[b, following] + last + 1] -= s.nbytes
             continue
         if not schedule.once[a] and not schedule.once[b]:
             for k in range(count):

@@ -106,7 +106,13 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("mlp", 2, 2),  # weights gathered again for each microbatch
         ("mlp", 18, 0),  # gradients kept in parts beside gradients that are kept whole
         ("mlp", 10, 3),  # a large gradient and a small one that go in one bucket
+        ("decoder", 15, 2),  # a part of a gradient that is all that is left of it
+        ("mlp", 2, 1),  # parts cut out of gradients of several weights, one by one
+        ("mlp", 12, 4),  # gradients kept in parts: messages count when they are sent
         ("images", 0, 0),  # the last bucket of a microbatch
+        ("images", 8, 2),  # what is sent is waited for; two phases put together where the block before runs elsewhere
+        ("images", 12, 2),  # a part of a gradient is cut out behind the pass that makes it
+        ("images", 16, 2),  # what a stage receives goes before its first pass computes
     ],
 )
 def test_ranks_of_random_plans_hold_what_is_predicted(name: str, number: int, seed: int) -> None:

@@ -16,7 +16,6 @@ from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower, lower_for_ranks
 from flexsearch.lower.rows import BACKWARD
 from flexsearch.runtime import liveness
-from flexsearch.runtime.held import tasks_of
 from flexsearch.runtime.instructions import (
     Assemble,
     Backward,
@@ -33,6 +32,7 @@ from flexsearch.runtime.instructions import (
 )
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.program import compile_program
+from flexsearch.runtime.tasks import tasks_of
 from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology

@@ -34,6 +34,7 @@ from flexsearch.runtime.instructions import (
     Post,
     Program,
     Result,
+    Settle,
     Slot,
     Start,
     Update,
@@ -130,6 +131,8 @@ class Engine:
                 return wire.start(values, instruction)
             case Wait():
                 return wire.waiting(values, instruction)
+            case Settle():
+                return wire.settling(instruction)
             case Assemble():
                 return assembly.assemble(values, self.lowered, self.rank, instruction, wire, self._images, self._own)
             case Keep():

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from flexsearch.graph import Box, Flow
+from flexsearch.graph import Box, Flow, volume
 from flexsearch.graph.samples import COUNTS, counting
 from flexsearch.lower import Lowered, TaskKind
 from flexsearch.lower.recompute import regions_of
@@ -18,6 +18,9 @@ from flexsearch.lower.rows import FORWARD
 from flexsearch.lower.schedule import trains
 from flexsearch.runtime.instructions import Call, Key, Leaf, Segment, Transport, reshard_of
 from flexsearch.runtime.rewrites import rewrite
+
+PART_BYTES = 1 << 14
+"""Least bytes of a weight's gradient, of which a part is cut out, for which a segment ends."""
 
 
 class Fusion:
@@ -129,7 +132,7 @@ class Fusion:
         position = {o: k for k, o in enumerate(self.mine)}
         if not self.fuse:
             return set(range(len(self.mine)))
-        cuts = {0, *self._cuts_by_order(position)}
+        cuts = {0, *self._cuts_by_order(position), *(position[o] for o in self._of_parts() if o in position)}
         for k, (a, b) in enumerate(pairwise(self.mine)):
             together = self.stage_of[a], self.regions[a], a in self.early
             whole = b in self.early and self.graph.operators[b].kind in COUNTS
@@ -146,6 +149,21 @@ class Fusion:
                     # The first reader needs it first, and is the last whose backward adds to its gradient.
                     cuts.add(min((position[reader] for reader, _ in edge.readers if reader in position), default=0))
         return cuts
+
+    def _of_parts(self) -> Iterable[int]:
+        """Operators behind whose backward pass a part is cut out of the gradient of a weight, and nothing is sent: the
+        whole ones of a segment would else be there together."""
+        for weight in self.lowered.weights:
+            plan = weight.plan.sync
+            if plan is None or any(self.device in exchange.devices for exchange in plan.exchanges):
+                continue
+            first, itemsize = plan.phases[0], self.graph.tensor[weight.tensor].itemsize
+            for move in first.local:
+                held = first.source[move.source]
+                large = volume(held.box) * itemsize >= PART_BYTES
+                if large and held.device == self.device and move.box != held.box:
+                    edge = self.lowered.edges[weight.edges[weight.plan.origin[move.source]]]
+                    yield from (reader for reader, _ in edge.readers)
 
     def _cuts_by_order(self, position: dict[int, int]) -> set[int]:
         """Where this device issues a communication between two operators of a pass."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from flexsearch.graph import Box, volume
-from flexsearch.lower import TaskKind
 from flexsearch.runtime.engine import Action, Engine
-from flexsearch.runtime.instructions import Backward, Fetch, Forward, Instruction, Program, Update
+from flexsearch.runtime.instructions import Fetch, Instruction, Program
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.microbatches import box_in_batch
+from flexsearch.runtime.tasks import tasks_of
 from flexsearch.simulate import Simulation
 from flexsearch.simulate.memory import Curve
 
@@ -108,32 +108,3 @@ def compare_held(program: Program, simulation: Simulation, curve: Curve, held: S
     task, predicted, measured = max(rows, key=lambda row: row[2] - row[1], default=(0, 0, 0))
     peak = max((row.most for row in held), default=0)
     return MemoryRow(program.device, simulation.peak_bytes[program.device], peak, task, predicted, measured)
-
-
-def tasks_of(program: Program) -> list[list[int]]:
-    """By instruction, the compute tasks that it carries out, ascending."""
-    tasks, device = program.lowered.tasks, program.device
-    index = {
-        (kind, tasks.operator[t], tasks.microbatch[t]): t
-        for t, kind in enumerate(tasks.kind)
-        if tasks.device[t] == device
-    }  # an update's operator is -1
-    update = [t for (kind, _, _), t in index.items() if kind == TaskKind.UPDATE]
-    rows: list[list[int]] = []
-    for instruction in program.instructions:
-        if isinstance(instruction, Forward | Backward):
-            kinds, m = _kinds(instruction), instruction.microbatch
-            operators = program.segments[instruction.segment].operators
-            rows.append(sorted(index[kind, o, m] for kind in kinds for o in operators if (kind, o, m) in index))
-        else:
-            rows.append(update[:1] if isinstance(instruction, Update) else [])
-    return rows
-
-
-def _kinds(instruction: Forward | Backward) -> tuple[TaskKind, ...]:
-    """Of the tasks that an instruction carries out: a whole backward pass is both of its halves."""
-    if isinstance(instruction, Forward):
-        return (TaskKind.RECOMPUTE if instruction.again else TaskKind.FORWARD,)
-    if instruction.part == "weights":
-        return (TaskKind.WEIGHT_GRADIENT,)
-    return (TaskKind.BACKWARD,) if instruction.part == "inputs" else (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)

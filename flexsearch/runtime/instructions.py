@@ -163,6 +163,13 @@ class Wait(Instruction):
 
 
 @dataclass(frozen=True)
+class Settle(Instruction):
+    """Wait for the oldest messages that this rank has sent until those under way keep no more than ``nbytes``."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Keep(Instruction):
     """Copy the parts of a gradient that stay here, so that the rest can go. ``parts``: local move of the first phase ->
     (slot of its source, slot of the copy)."""

@@ -24,6 +24,7 @@ from flexsearch.runtime.instructions import (
     Post,
     Program,
     Result,
+    Settle,
     Slot,
     Start,
     Transport,
@@ -57,6 +58,8 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
             yield f"post({instruction.task})"
         case Wait():
             yield f"wait({instruction.task})"
+        case Settle():
+            yield f"settle({instruction.nbytes})  # messages under way"
         case Assemble():
             yield _assemble(program, instruction)
         case Keep():

@@ -97,7 +97,7 @@ def _posted(
     ahead: deque[tuple[int, int]] = deque()
     total = 0
     for latest, wait in waits:
-        nbytes = _received_bytes(lowered, device, wait.task)
+        nbytes = received_bytes(lowered, device, wait.task)
         if not nbytes:
             continue  # a collective makes its own room
         while ahead and total + nbytes > limit:
@@ -114,7 +114,7 @@ def _sends(instruction: Instruction) -> bool:
     return isinstance(instruction, Start) and any(instruction.sources)
 
 
-def _received_bytes(lowered: Lowered, device: int, task: int) -> int:
+def received_bytes(lowered: Lowered, device: int, task: int) -> int:
     """Bytes of messages that a task brings to a device."""
     what = lowered.tasks.communication[task]
     assert what is not None
@@ -154,7 +154,10 @@ def _with_frees(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _taking(instruction: Instruction, over: Collection[Slot]) -> Instruction:
-    """A backward pass lets go of the gradients that enter it as it goes on, if nobody reads them behind it."""
+    """A backward pass lets go of the gradients that enter it as it goes on, if nobody reads them behind it. A part of a
+    gradient gets memory of its own where nobody reads the whole of it any more, as that would else live as long."""
+    if isinstance(instruction, Assemble) and instruction.adds and instruction.sources:
+        return replace(instruction, owns=instruction.owns or set(instruction.sources.values()) <= set(over))
     if not isinstance(instruction, Backward):
         return instruction
     takes = frozenset(slot for slot in instruction.seeds if slot is not None and slot in over)

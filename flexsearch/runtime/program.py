@@ -31,6 +31,7 @@ from flexsearch.runtime.instructions import (
     reshard_of,
 )
 from flexsearch.runtime.liveness import with_lifetimes
+from flexsearch.runtime.room import with_room
 from flexsearch.strategy import States
 
 
@@ -40,7 +41,8 @@ def compile_program(lowered: Lowered, device: int, fuse: bool = True) -> Program
     compiler.compile()
     slots = tuple(compiler.slots)
     instructions = with_lifetimes(lowered, device, compiler.instructions, slots)
-    return Program(lowered, device, tuple(compiler.segments), tuple(instructions), slots)
+    program = Program(lowered, device, tuple(compiler.segments), tuple(instructions), slots)
+    return with_room(program, compiler.transports.place)
 
 
 class _Compiler(Emitter):

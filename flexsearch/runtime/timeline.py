@@ -23,10 +23,11 @@ from flexsearch.lower import Lowered, TaskKind
 from flexsearch.ranks import kernel_identity
 from flexsearch.runtime.arrivals import Receipt, Watched, flows_from, free_since
 from flexsearch.runtime.engine import Action, Engine
-from flexsearch.runtime.held import Held, MemoryRow, compare_held, held_by, tasks_of
+from flexsearch.runtime.held import Held, MemoryRow, compare_held, held_by
 from flexsearch.runtime.instructions import Instruction, Program, Start
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import without_synchronisation
+from flexsearch.runtime.tasks import tasks_of
 from flexsearch.simulate import Simulation
 from flexsearch.simulate.memory import memory_curves
 

@@ -28,7 +28,7 @@ from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.faults import lost
 from flexsearch.runtime.group import directions
-from flexsearch.runtime.instructions import Post, Start, Wait
+from flexsearch.runtime.instructions import Post, Settle, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
 from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, lying, plan_of, slices, unflat
 
@@ -91,6 +91,11 @@ class Wire:
         self._sent: deque[tuple[int, list[dist.Work], list[Tensor], int]] = deque()
         """What has been sent in this step and may not have left yet; bytes that are kept for it alone."""
         self._sending = 0
+        self._issued = 0
+        """So many messages have been sent."""
+        self._unposted: dict[int, int] = {}
+        """Receives whose place in the order has passed -> what had been sent there. The other side may wait for them:
+        none of the later sends may be waited for before they are posted."""
         self._ahead = ahead[rank]
 
     # ---- what a program does, as closures over its slots; the slot of a task holds an ``Arrival``
@@ -119,6 +124,7 @@ class Wire:
                 works.append(own[0] if len(own) == 1 else cast(dist.Work, Works(own)))
                 buffers.append(buffer)
             values[slot] = Arrival(works, buffers)
+            self._unposted.pop(task, None)
 
         return self._watched(task, run)
 
@@ -137,6 +143,10 @@ class Wire:
             self._finish_down_to(self._ahead)
 
         return self._watched(task, wait)
+
+    def settling(self, instruction: Settle) -> Action:
+        """Wait until messages under way keep no more than so many bytes."""
+        return partial(self._finish_down_to, instruction.nbytes)
 
     def wait(self, task: int, works: Sequence[dist.Work]) -> None:
         """Block until parts of a communication are done."""
@@ -172,13 +182,15 @@ class Wire:
         groups = {peer: self._ways.group(self.rank, peer, nbytes) for peer, nbytes in bytes_to.items()}
 
         def send() -> None:
+            if lengths and values[slot] is None:
+                self._unposted[task] = self._issued
             self._finish_down_to(self._ahead - total)
             for (peers, pack), nbytes in zip(packs, kept, strict=True):
                 packed = pack()
                 message = packed.view(torch.uint8)
                 works = [present(dist.isend(message, peer, groups[peer], tag=task)) for peer in peers]
-                sent.append((task, works, [packed], nbytes))
-            self._sending += total
+                self._note_sent(task, works, packed, nbytes)
+            self._issued += len(packs)
 
         def exchange() -> None:
             packed = [(peer, one) for peers, pack in packs for one in (pack(),) for peer in peers]
@@ -250,14 +262,27 @@ class Wire:
                     result.append((part.move, _region(values, slot, k, part, self.plans[task].orders.get(member))))
         return result
 
+    def _note_sent(self, task: int, works: list[dist.Work], packed: Tensor, nbytes: int) -> None:
+        """Remember what a message keeps: all of the memory that it is a part of, once; nothing if ``nbytes`` is 0."""
+        storage = packed.untyped_storage()
+        if nbytes:
+            nbytes = storage.nbytes()
+            before = self._sent[-1] if self._sent else None
+            if before is not None and before[2][0].untyped_storage().data_ptr() == storage.data_ptr():
+                self._sent[-1] = (*before[:3], 0)
+                self._sending -= before[3]
+        self._sent.append((task, works, [packed], nbytes))
+        self._sending += nbytes
+
     def end(self) -> None:
         """Finish a step: wait for what has been sent."""
         while self._sent:
             self._finish_oldest()
 
     def _finish_down_to(self, most: int) -> None:
-        """Wait for the oldest sends until those under way keep no more bytes than that."""
-        while self._sending > most and self._sending:
+        """Wait for the oldest sends until those under way keep no more bytes than that, or the next may not be."""
+        last = min(self._unposted.values(), default=self._issued)
+        while self._sending > most and self._sending and self._issued - len(self._sent) < last:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

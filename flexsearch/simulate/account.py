@@ -1,7 +1,8 @@
 """Peak memory of every device, exactly, kept up to date from proposal to proposal, compiled.
 
-A device's memory is a row of **cells**, four for each block: bytes that begin and that end with its computing, bytes
-that begin and that end with its communicating. The use at a moment is the sum of all cells up to where it begins. Cells
+A device's memory is a row of **cells**, four for each block: bytes that begin where what it reads is put together; that
+end there or begin with its computing; that end with that or begin with its communicating; that end with that. The use
+at a moment is the sum of all cells up to where it begins. Cells
 come in chunks, and a chunk is a pair: its net bytes and its high-water mark. Pairs compose, so the peak of a device is
 a scan over the chunks of its actions, in the order of its schedule. With several microbatches there are cells for the
 first, the last, that whose backward pass is the second to run, and the others, as weights are gathered for the first,
@@ -195,12 +196,12 @@ def _which(schedule: Schedule, block: Any, last: Any, ends: Any) -> Any:
 
 @lean
 def _cell(account: Account, d: Any, moment: Any, ends: Any) -> Any:
-    """Where what begins or ends at a moment counts on a device. Where it does not run the block, what it receives is
-    there from the next block on that it runs."""
-    block = moment // TWO
+    """Where what begins or ends at a moment counts on a device. Where it does not run the block, that is where what the
+    next block that it runs reads is put together."""
+    block = moment // THREE
     own = np.uint64(account.next_block[np.uint64(account.schedule.group[d]), block])
     if own == block:
-        return TWO * moment + ends
+        return FOUR * block + moment % THREE + ends
     return FOUR * own + ends
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
+from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.bucket import find_bucket
 from flexsearch.lower.footprints import (
@@ -35,9 +35,9 @@ from flexsearch.simulate.spans import (
     NOT_KEPT,
     Sources,
     Spans,
-    Units,
     add,
     carry,
+    computing,
     end_of,
     prolong,
 )
@@ -57,7 +57,7 @@ def distribute(
     template = np.uint64(state.forward[slot])
     if gathered and state.kept[slot] != 0:
         template = np.uint64(state.kept[slot])
-    sent = now | ONE
+    sent = now + ONE
     spared = until = ZERO
     for backward in range(2):
         spared, until = until, _use(sources, state, slots, k, last, gathered, again, home, backward)
@@ -68,7 +68,7 @@ def distribute(
         used = _unpacking(sources, slot, again, sent)
     else:
         used = _first_use(sources, state, slots, k, last, again, home, sent)
-    joined = begins = put_together(sources.units, sent, used)
+    joined = begins = put_together(sent, used)
     if gathered and again == 0 and not _gathered_each(sources, slot, now):
         begins = sent  # it is there once, not from one moment of each microbatch on
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
@@ -77,7 +77,7 @@ def distribute(
         if not gathered:
             original = np.uint64(spans.again[place, d] if again else spans.output[place, d])
             leave(landings, spans, row, original, sent, joined)
-        holder = land(landings, spans, row, now, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
+        holder = land(landings, spans, row, sent, joined, begins, COPIES if gathered else ACTIVATIONS)
         if role & ALIASED:
             holder = original
         if holder > ZERO:
@@ -90,8 +90,8 @@ def distribute(
 def _gathered_each(sources: Sources, slot: Any, now: Any) -> Any:
     """Whether the weight that a slot reads is gathered at ``now`` for each microbatch."""
     units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
-    each = units.regather_block[w] != NOTHING and now == TWO * np.uint64(units.gather_block[w])
-    return each or units.several[1] == 0
+    each = units.regather_block[w] != NOTHING and now == computing(units.gather_block[w])
+    return each or units.several[0] == 0
 
 
 @lean
@@ -99,7 +99,7 @@ def _unpacking(sources: Sources, slot: Any, again: Any, sent: Any) -> Any:
     """When what is ``sent`` of the weight that a slot reads is put together."""
     units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
     block = units.unpack_again_block[w] if again else units.unpack_block[w]
-    return max(sent, TWO * np.uint64(block))
+    return max(sent, computing(block))
 
 
 @lean
@@ -115,8 +115,8 @@ def _first_use(
         for j in range(k, last):
             other = np.uint64(slots[j])
             if np.uint64(state.leader[other]) == slot and not is_late(sources, np.uint64(wiring.slot_operator[other])):
-                return TWO * np.uint64(units.forward_block[np.uint64(wiring.slot_operator[other])])
-        return TWO * np.uint64(units.backward_block[reader])
+                return computing(units.forward_block[np.uint64(wiring.slot_operator[other])])
+        return computing(units.backward_block[reader])
     found, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
@@ -125,9 +125,9 @@ def _first_use(
             if home != NOTHING and units.region[reader] != home:
                 continue
             if units.recompute_block[reader] != NOTHING:
-                found, never = min(found, TWO * np.uint64(units.recompute_block[reader])), False
+                found, never = min(found, computing(units.recompute_block[reader])), False
             elif units.backward[reader] == 1:
-                found, never = min(found, TWO * np.uint64(units.backward_block[reader])), False
+                found, never = min(found, computing(units.backward_block[reader])), False
     return sent if never else found
 
 
@@ -158,18 +158,18 @@ def _use(
             continue
         repeated = units.recompute_block[reader] != NOTHING
         if not again and not is_late(sources, reader):
-            until = max(until, TWO * np.uint64(units.forward_block[reader]))
+            until = max(until, computing(units.forward_block[reader]))
             if twice or (not gathered and repeated and units.region[reader] == home):
                 continue  # what comes later is gathered or computed again
         if repeated and (gathered or again or units.region[reader] != home):
-            until = max(until, TWO * np.uint64(units.recompute_block[reader]))
+            until = max(until, computing(units.recompute_block[reader]))
         if not (backward or (gathered and again)):
             continue
         if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
-            until = max(until, TWO * np.uint64(units.weight_block[reader]))
+            until = max(until, computing(units.weight_block[reader]))
         if gathered and (again or units.keeps_weight[other] != NOT_KEPT):
             late = units.keeps_weight[other] == IN_BOTH_HALVES
-            until = max(until, TWO * np.uint64(units.weight_block[reader] if late else units.backward_block[reader]))
+            until = max(until, computing(units.weight_block[reader] if late else units.backward_block[reader]))
     return until
 
 
@@ -211,17 +211,20 @@ def hand_on(
 
 
 @lean
-def put_together(units: Units, sent: Any, used: Any) -> Any:
-    """When something is put together to be ``used`` that is ``sent``."""
-    return np.uint64(units.ready[used // TWO]) if used > sent else sent
+def put_together(sent: Any, used: Any) -> Any:
+    """When something is put together to be ``used`` by a computing that is ``sent``."""
+    return used - ONE if used > sent else sent
 
 
 @lean
 def leave(landings: Landings, spans: Spans, row: Any, original: Any, sent: Any, joined: Any) -> None:
-    """Keep what a device sends of an activation or its gradient until it has been ``sent``, or where a copy is made of
-    a part of it and of what arrives, until it is put together (``joined``), of two phases by the first."""
+    """Keep what a device sends of an activation or its gradient, or cuts a copy from, until it has been ``sent``, or
+    where a copy is made of a part of it and of what arrives, until it is put together (``joined``), of two phases by
+    the first."""
     if landings.role[row] & TAKES_PART:
         prolong(spans, original, joined if landings.staged[row] > 0 and landings.middle[row] == 0 else sent)
+    elif landings.copy[row] > 0 or landings.middle[row] > 0:
+        prolong(spans, original, sent)
 
 
 @lean
@@ -231,30 +234,26 @@ def arrives_in_parts(landings: Landings, row: Any) -> Any:
 
 
 @lean
-def land(
-    landings: Landings, spans: Spans, row: Any, born: Any, sent: Any, joined: Any, begins: Any, part: Any
-) -> Any:  # fmt: skip
+def land(landings: Landings, spans: Spans, row: Any, sent: Any, joined: Any, begins: Any, part: Any) -> Any:
     """What a reshard of an activation, its gradient or a weight leaves on a device: the copy (its handle is
-    returned; 0: none), the layout in between, receive buffers. ``born``: since when the device can cut its
-    copy from what it has; ``sent``: the moment of both phases; ``joined``: when what arrives is put together, right
-    before a computation waits for it; ``begins``: since when the result of that counts. What the first of two phases
-    brings is put together before the second one."""
+    returned; 0: none), the layout in between, receive buffers. ``sent``: the moment of both phases, from which on there
+    is what the device cuts from what it has, too; ``joined``: when what arrives is put together, right before a
+    computation waits for it; ``begins``: since when the result of that counts. What the first of two phases brings is
+    put together before the second one."""
     d, role, middle = np.uint64(landings.device[row]), landings.role[row], landings.middle[row]
     staged, again = landings.staged[row], landings.staged_again[row]
-    begin = sent if role & TAKES_PART else born
     if middle > 0:
         last = joined if landings.copy[row] > again > 0 else sent  # a part of it stays here
-        add(spans, d, middle, BUFFERS, begin, last if role & TAKES_PART_AGAIN else begin)
+        add(spans, d, middle, BUFFERS, sent, last if role & TAKES_PART_AGAIN else sent)
+    if middle > 0:
+        staged = max(np.int64(0), staged - again)  # gone when what the second phase brings comes
     if staged > 0:
         add(spans, d, staged, BUFFERS, sent, sent if middle > 0 else joined)
     if again > 0:
         add(spans, d, again, BUFFERS, sent, joined)
     copies = part == ACTIVATIONS or role & RECEIVES != 0  # a part that is cut from a stored weight is a view
     if copies and landings.copy[row] > 0:
-        if role & TAKES_PART_AGAIN:
-            begin = sent
-        if arrives_in_parts(landings, row):
-            begin = max(begin, begins)
+        begin = max(sent, begins) if arrives_in_parts(landings, row) else sent
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
 
@@ -277,12 +276,13 @@ def exchanged(sources: Sources, plan: Any, w: Any) -> Any:
     synchronises it, keeps its gradients until the update."""
     blocks, sharding = sources.blocks, sources.pools.plan_sharding[plan]
     if blocks.bucket[w] == NOTHING:
-        update = TWO * np.uint64(sources.units.update_block[0])
+        update = computing(sources.units.update_block[0])
         return Exchanged(update + ONE, update + ONE, update, True, False)
     bucket = np.uint64(find_bucket(blocks, sharding, w))
     sent, again = np.uint64(blocks.started_by[bucket]), np.uint64(blocks.finished_by[bucket])
     used = np.uint64(blocks.added_by[bucket] if sharding > 0 else sources.units.update_block[0])
-    return Exchanged(TWO * sent + ONE, TWO * again + ONE, TWO * used, used <= sent, blocks.sums[bucket] == ONCE)
+    first, second = computing(sent) + ONE, computing(again) + ONE
+    return Exchanged(first, second, computing(used), used <= sent, blocks.sums[bucket] == ONCE)
 
 
 @lean
@@ -372,7 +372,7 @@ def differentiate(
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
             latest = reader
-    begin, now = TWO * np.uint64(blocks[latest]), TWO * np.uint64(blocks[np.uint64(wiring.slot_operator[slot])])
+    begin, now = computing(blocks[latest]), computing(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
     need = np.uint64(state.need[slot])

@@ -1,8 +1,8 @@
 """What a plan keeps in memory on every device, and from when to when: the one definition, compiled.
 
-Memory needs no times: each device runs the blocks of a plan in a fixed order, and a block has two **moments**:
-computing (number 2 * block) and communicating (2 * block + 1). A **span** is bytes on a device from its first to its
-last moment, both included. These are the spans:
+Memory needs no times: each device runs the blocks of a plan in a fixed order, and a block has three **moments**: what
+it reads is put together (number 3 * block), it computes (3 * block + 1), and it communicates (3 * block + 2). A
+**span** is bytes on a device from its first to its last moment, both included. These are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
@@ -29,10 +29,11 @@ last moment, both included. These are the spans:
   communication that the device takes part in to that of the second phase, or until a copy is put together from a part
   of it; of gradients of weights, which a device keeps its part of, until they are added.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  second phase, or to the first computation that waits for it. What that reads is put together at the moment before, if
-  every microbatch runs the block there (``Units.ready``): there the buffer and what else it is made of end, and the
-  copy begins. Weights that are gathered together are put together where the first of them is read
-  (``Units.unpack_block``); those that are gathered once for several microbatches count from the communication on.
+  first computation that waits for it. Right before that, what it reads is put together: there the buffer and what else
+  it is made of end, and the copy begins. What the first of two phases brings has gone when the rest comes, so that of
+  the smaller of both nothing more is counted. Weights that are gathered together are put together where the first of
+  them is read (``Units.unpack_block``); those that are gathered once for several microbatches count from the
+  communication on.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
   reader's) to the last one, and until it has been sent; its copies in the producer's layout until the producer's
   backward. What readers in several layouts leave there is added up, at once where nothing is received for it on the
@@ -50,7 +51,7 @@ last moment, both included. These are the spans:
   communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
   with several microbatches to the sum, which is there from the first one on. What the last buckets of a stage bring is
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
-  sum, and where there is one stage, so that ranks send little else, the message that is under way.
+  sum.
 - The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
   of a bucket with several weights, or of a part that does not lie in one run of memory (``copies.message_bytes``).
 
@@ -76,7 +77,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.graph.ops.formats import takes_copy
 from flexsearch.graph.ops.zeros import backward_elements, forward_elements, parts_of
 from flexsearch.lower.arrays import NOTHING, State
@@ -105,6 +106,7 @@ from flexsearch.simulate.spans import (
     Spans,
     Units,
     add,
+    computing,
     end_of,
     prolong,
 )
@@ -201,7 +203,7 @@ def _hold_image(sources: Sources, state: State, begin: Any, k: Any, end: Any, t:
         if _reads_alike(sources, state, slot, other):
             reader = np.uint64(sources.wiring.slot_operator[other])
             blocks = units.backward_block if is_late(sources, reader) else units.forward_block
-            begun = min(begun, TWO * np.uint64(blocks[reader]))
+            begun = min(begun, computing(blocks[reader]))
             until = max(until, last_use(sources, state, units.reader, j))
     layout = _read_layout(sources, state, slot)
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
@@ -238,7 +240,7 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     producer, place = np.uint64(wiring.tensor_producer[t]), np.uint64(units.place[t])
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
     for again in range(2 if units.recompute_block[producer] != NOTHING else 1):
-        now = TWO * np.uint64(units.recompute_block[producer] if again else units.forward_block[producer])
+        now = computing(units.recompute_block[producer] if again else units.forward_block[producer])
         if sources.program.late[producer] == 1:  # only its gradient is ever there
             return
         if units.is_view[producer] == 0:
@@ -252,7 +254,7 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
                 distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         returned = wiring.result_buffer[k] == ALWAYS
-        now = TWO * np.uint64(units.result_block[0] if returned else units.forward_block[producer])
+        now = computing(units.result_block[0] if returned else units.forward_block[producer])
         distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
 
 
@@ -264,7 +266,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
     back = now
     if units.backward[producer] == 1 and (again or units.recompute_block[producer] == NOTHING):
-        back = TWO * np.uint64(sources.units.weight_block[producer])
+        back = computing(sources.units.weight_block[producer])
     partner = units.output_gradient[producer]
     if partner != NOTHING:
         note_gradient(sources, state, np.uint64(partner), spans)
@@ -291,7 +293,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
                 parts = _parts_of(q * itemsize)
                 add(spans, d, _forward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, now, now)
                 if back > now:
-                    at = TWO * np.uint64(units.backward_block[producer])
+                    at = computing(units.backward_block[producer])
                     add(spans, d, _backward_elements(q, k, elements, parts) * itemsize, ACTIVATIONS, at, at)
 
 
@@ -331,19 +333,19 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
     """Bring the gradients of an edge, complete at ``now``, to the layout of the producer of activation ``t``. They are
     added to those of edges before, and let go: at once, or where something is received, when it is put together."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
-    producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now | ONE
+    producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now + ONE
     used = until = sent
     if sources.units.backward[producer] == 1:
-        used = TWO * np.uint64(sources.units.backward_block[producer])
-        until = TWO * np.uint64(sources.units.weight_block[producer])
+        used = computing(sources.units.backward_block[producer])
+        until = computing(sources.units.weight_block[producer])
         if sources.units.hands_on[producer] == 1:  # it is that of an operand, too
-            until = np.uint64(sources.units.ready[used // TWO])
-    joined = put_together(sources.units, sent, used)
+            until = used - ONE
+    joined = put_together(sent, used)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])
         leave(landings, spans, row, original, sent, joined)
-        holder = land(landings, spans, row, now, sent, joined, joined, ACTIVATIONS)
+        holder = land(landings, spans, row, sent, joined, joined, ACTIVATIONS)
         if role & ALIASED:
             holder = original
         total = np.uint64(spans.arrived[place, d])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from flexsearch.simulate.account import Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.recipe_memory import Kept, recipe_spans
-from flexsearch.simulate.spans import Sources
+from flexsearch.simulate.spans import OPTIMIZER, Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import computations
 
@@ -116,6 +116,31 @@ class Curve:
         return Curve(self.times[kept], self.use[:, kept])
 
 
+class Use(NamedTuple):
+    """What a device holds as a step goes on, bytes, without the state of the optimizer. ``after``: each of its cells
+    (``account``); ``place``: by microbatch and block, the number of the first of the block's four cells; ``peak``."""
+
+    after: npt.NDArray[np.int64]
+    place: Mapping[tuple[int, int], int]
+    peak: int
+
+
+def use_of(lowered: Lowered, device: int) -> Use:
+    """What a device holds, in the order of its program; with no times."""
+    account, sources, state = _account(lowered)
+    account = _with_spans(account, sources, state, tuple(recipe_spans(lowered)))
+    spans, schedule = account.spans, account.schedule
+    nbytes = np.where((spans.part == OPTIMIZER) | (spans.device != device), 0, spans.nbytes)
+    account = account._replace(spans=spans._replace(nbytes=nbytes))
+    with _held(account):
+        after = _curve(account, device)
+    place, group = dict[tuple[int, int], int](), schedule.group[device]
+    for a in range(schedule.action_first[group], schedule.action_last[group]):
+        for block in range(schedule.block_first[a], schedule.block_last[a]):
+            place[int(schedule.microbatch[a]), block] = 1 + 4 * len(place)
+    return Use(after, place, int(after.max()))
+
+
 def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
     """What each device holds over time, by device index of the topology; ``times``: of the rows of ``lowered``."""
     account, sources, state = _account(lowered)
@@ -172,7 +197,7 @@ def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[
             computes = first[d, of] >= 0
             start = np.where(computes, begun[own, first[d, of]], 0)
             end = np.where(computes, ended[own, last[d, of]], 0)
-            row.append(np.stack([start, end, end, end], axis=1).ravel())
+            row.append(np.stack([start, start, end, end], axis=1).ravel())
         yield np.maximum.accumulate(np.concatenate(row))
 
 

@@ -20,18 +20,24 @@ def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
     if not lowered.options.recipes:
         return
     update = len(lowered.plain_rows.schedule.kind) - 1
+    before, now, end = _computing(update - 1), _computing(update), _computing(update) + 1
     for group in lowered.recipe_groups:
         recipe, members = group.recipe.planned, len(group.devices)
         kept = kept_bytes(recipe, group.sizes)
-        first, last = (2 * update + 1, 2 * update + 1) if recipe.updates else (2 * (update - 1), 2 * update)
+        first, last = (end, end) if recipe.updates else (before, now)
         held = held_bytes(recipe, group.sizes, members, group.hosts)
         for device in group.devices:
-            yield device, 0, 2 * update + 1, kept, int(OPTIMIZER)
+            yield device, 0, end, kept, int(OPTIMIZER)
             yield device, first, last, held, int(BUFFERS)
             if recipe.asynchronous is not None:  # states of the optimizer, which the plan counts here, are the servers'
                 states = STATE_COPIES[lowered.options.optimizer] * group.sizes.n * _itemsize(lowered, group)
-                yield device, 0, 2 * update + 1, -states, int(OPTIMIZER)
+                yield device, 0, end, -states, int(OPTIMIZER)
         yield from _servers(lowered, group, update)
+
+
+def _computing(block: int) -> int:
+    """As ``spans.computing``."""
+    return 3 * block + 1
 
 
 def _itemsize(lowered: Lowered, group: RecipeGroup) -> int:
@@ -50,5 +56,5 @@ def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept
         tensors = 1 + STATE_COPIES[lowered.options.optimizer] if alone else 0
         own = tensors * (b - a) * _itemsize(lowered, group)
         pushed = (recipe.compression.nbytes(group.sizes.part(b - a)) or 0) * (1 if alone else members)
-        yield group.positions[owner], 0, 2 * update + 1, own, int(OPTIMIZER)
-        yield group.positions[owner], 2 * (update - 1), 2 * update, pushed + part, int(BUFFERS)
+        yield group.positions[owner], 0, _computing(update) + 1, own, int(OPTIMIZER)
+        yield group.positions[owner], _computing(update - 1), _computing(update), pushed + part, int(BUFFERS)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.graph import Flow
 from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.change import Wiring
@@ -44,7 +44,7 @@ class Units(NamedTuple):
     ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor and device;
     ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the last one (0: it
     does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that it belongs to.
-    ``several``: (2,) whether there are several stages, and microbatches. ``update_block``: (1,), the last;
+    ``several``: (1,) whether there are several microbatches. ``update_block``: (1,), the last;
     ``result_block``: (1,), where the loss is sent. By operator: ``forward_block``, ``backward_block`` (the forward one
     if there is none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the
     backward one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again);
@@ -53,9 +53,7 @@ class Units(NamedTuple):
     has one, the slot whose gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
     ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
-    together there. By block: ``ready``, the moment at which what its computing needs is put together: that before, if
-    every microbatch runs the block there.
-    """
+    together there.    """
 
     root: U8
     tensor: U32
@@ -104,7 +102,6 @@ class Units(NamedTuple):
     regather_block: U32
     unpack_block: U32
     unpack_again_block: U32
-    ready: U32
 
 
 @packed
@@ -174,6 +171,19 @@ def carry(spans: Spans, handle: Any, moment: Any, carried: Any) -> None:
 
 
 @lean
+def computing(block: Any) -> Any:
+    """The moment at which a block computes; that before, what it reads is put together, and that behind, it
+    communicates."""
+    return THREE * np.uint64(block) + ONE
+
+
+@lean
+def sent_with(moment: Any) -> Any:
+    """The moment at which the block of a moment communicates."""
+    return np.uint64(moment) // THREE * THREE + TWO
+
+
+@lean
 def end_of(sources: Sources) -> Any:
     """The last moment of a step."""
-    return TWO * np.uint64(sources.units.update_block[0]) + ONE
+    return computing(sources.units.update_block[0]) + ONE

@@ -21,7 +21,7 @@ from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
-from flexsearch.lower.rows import BACKWARD, FORWARD, RECOMPUTE, REGATHER, WEIGHT_GRADIENT, Schedule
+from flexsearch.lower.rows import Schedule
 from flexsearch.simulate.account import Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -42,8 +42,6 @@ from flexsearch.simulate.spans import (
 from flexsearch.strategy import Options
 
 Numbers = npt.NDArray[np.uint32]
-_REPEATED: Final = (FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE, REGATHER)
-"""Kinds of blocks that every microbatch runs."""
 _CHUNK: Final = 64
 """Cells of a chunk: few enough to add them up anew where one changed, so many that chunks are few."""
 
@@ -161,13 +159,13 @@ def make_units(
         at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
         part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
-        several=_flags([table.stage[table.forward_of].max(initial=0) > 0, microbatches > 1]),
+        several=_flags([microbatches > 1]),
         update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
         forward_block=table.forward_of, backward_block=backward,
         weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
         recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
-        unpack_block=unpack, unpack_again_block=unpack_again, ready=_ready(table, microbatches),
+        unpack_block=unpack, unpack_again_block=unpack_again,
     )  # fmt: skip
 
 
@@ -228,15 +226,6 @@ def _unpacked(
                 first[gather] = min(first.get(gather, last), int((backward if late else read)[i]))
         found.append(np.array([first.get(gather, last) for gather in gathers.tolist()], np.uint32))
     return found[0], found[1]
-
-
-def _ready(table: BlockTable, microbatches: int) -> Numbers:
-    """``Units.ready``. Blocks that run once for all microbatches are no place for what each of them puts together."""
-    repeated = np.isin(table.kind, _REPEATED)
-    repeated[table.gather_of[table.regather_of != NOTHING]] = True
-    follows = np.roll(repeated, 1) | (microbatches == 1)
-    follows[:1] = False
-    return (2 * np.arange(len(follows)) - follows).astype(np.uint32)
 
 
 def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:

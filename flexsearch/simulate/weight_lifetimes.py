@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, TWO, ZERO, lean
+from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.footprints import ALIASED, SENDS, TAKES_PART
 from flexsearch.lower.interned import entries_of
@@ -29,8 +29,10 @@ from flexsearch.simulate.spans import (
     Spans,
     add,
     carry,
+    computing,
     end_of,
     prolong,
+    sent_with,
 )
 from flexsearch.strategy import OVER_ALL, States
 
@@ -60,7 +62,7 @@ def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
             for again in range(2 if units.regather_block[w] != NOTHING and not once else 1):
-                gather = TWO * np.uint64(
+                gather = computing(
                     units.regather_block[w] if again else units.once_block[w] if once else units.gather_block[w]
                 )
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
@@ -77,10 +79,8 @@ def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
 def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: Spans) -> None:
     """Keep the gradients of an edge until they are sent (``when``: ``copies.Exchanged``); those that are stored as they
     are until the update; those of which a part is cut out that stays, until they are complete, if they are summed over
-    microbatches. If what is received is used in the next microbatch and there is one stage, the message is under way
-    until then."""
+    microbatches."""
     landings, units = sources.landings, sources.units
-    alone = when.carried and units.several[0] == 0
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         handle = np.uint64(spans.gradient[d])
@@ -88,23 +88,20 @@ def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: S
             if role & SENDS or (when.summed and role & ALIASED == 0):
                 prolong(spans, handle, when.sent)
             elif role & ALIASED == 0:
-                prolong(spans, handle, np.uint64(spans.last[handle - ONE]) | ONE)
+                prolong(spans, handle, sent_with(spans.last[handle - ONE]))
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
-                prolong(spans, handle, TWO * np.uint64(units.update_block[0]))
+                prolong(spans, handle, computing(units.update_block[0]))
             elif role & SENDS:
-                gradient = spans.nbytes[handle - ONE]
-                message = gradient - landings.copy[row]
-                if not alone:
-                    message = message_bytes(landings, row, gradient, units.shared[w])
-                if message != 0 and (message > 0 or not alone):
-                    carry(spans, add(spans, d, message, BUFFERS, when.sent, when.sent), when.used, alone)
+                message = message_bytes(landings, row, spans.nbytes[handle - ONE], units.shared[w])
+                if message != 0:
+                    add(spans, d, message, BUFFERS, when.sent, when.sent)
 
 
 @lean
 def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> None:
     """What synchronising the gradients of a weight leaves on devices."""
-    landings, update = sources.landings, TWO * np.uint64(sources.units.update_block[0])
+    landings, update = sources.landings, computing(sources.units.update_block[0])
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
