@@ -18,8 +18,8 @@ from flexsearch.simulate.engine_queue import NUMBER, block_of
 from flexsearch.simulate.engine_state import COMPUTING, DONE, WINDOWS, State
 
 _LONG: Any = np.uint64(16 * 10)
-"""From so many on (as ``Path.windows``) the path is worked out before anything is run: ten windows a proposal. Measured:
-proposals for NMT and BERT-large run 24 to 29 windows, those for Inception-v3 and ResNet-101 7; a path costs about 4."""
+"""From so many on (as ``Path.windows``) the path is worked out before anything is run: ten windows a proposal.
+Measured: proposals for NMT and BERT-large run 24 to 29, for Inception-v3 and ResNet-101 7; a path costs about 4."""
 
 
 @lean
