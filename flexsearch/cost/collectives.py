@@ -136,15 +136,13 @@ def note_least(
     routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, begin: Any, end: Any, form: Any, devices: U32,
     first: Any, last: Any, nbytes: Any,
 ) -> None:  # fmt: skip
-    """Fill ``least_s`` of rows ``begin`` to ``end`` of ``loads``, which ``price_collective`` made of these arguments:
+    """Lower ``least_s`` of rows ``begin`` to ``end`` of ``loads``, which ``price_collective`` made of these arguments:
     seconds that a collective with these and other bytes keeps the link busy at least on their behalf. Which algorithm
     and protocol it uses depends on all its bytes, so it is the least of all."""
     count = last - first
     passes, edge, size = _sizes(form, count, nbytes)
     slot, groups = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count), tally.groups
     hosts, rails, factor = np.uint64(groups.hosts[slot]), np.int64(groups.fewest[slot]), rates.factor[form]
-    for k in range(begin, end):
-        loads.least_s[k] = loads.link_s[k]
     if hosts == ONE:
         if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
             factor = rates.group_factor[count]

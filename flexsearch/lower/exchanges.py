@@ -152,13 +152,7 @@ def _append_one(
     pools.form[at] = rows.form[x]
     begin, last = _begin(end, SEND, x), np.uint64(end[SEND, x])
     links, ends = _begin(end, LINK, x), np.uint64(end[LINK, x])
-    for k in range(links, ends):
-        loads.least_s[k] = loads.link_s[k]
-    if rows.amount[x] > 0:
-        note_least(
-            routes, rates, rows.tally, loads, links, ends, np.uint64(rows.form[x]), rows.send, begin, last,
-            rows.amount[x],
-        )  # fmt: skip
+    _bring_least(rows, routes, rates, links, ends, begin, last, x)
     pools.send_first[at], pools.send_last[at], pools.from_first[at], pools.from_last[at] = _list(
         blocks, rows.send, begin, last, pools.send, size, SEND
     )
@@ -205,6 +199,19 @@ def _append_one(
             pools.drag_ticks[to] = max(ticks, pools.drag_ticks[to])
             pools.drag_load[to] = max(np.float64(load), pools.drag_load[to])
     pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def _bring_least(
+    rows: Exchanges, routes: RouteTable, rates: Rates, links: Any, ends: Any, begin: Any, last: Any, x: Any
+) -> None:
+    """Fill ``least_s`` of the rows ``links`` to ``ends`` of exchange ``x``, whose senders are ``begin`` to ``last``."""
+    loads, amount = rows.loads, rows.amount[x]
+    for k in range(links, ends):
+        loads.least_s[k] = loads.link_s[k]
+    if amount > 0:  # a collective
+        form = np.uint64(rows.form[x])
+        note_least(routes, rates, rows.tally, loads, links, ends, form, rows.send, begin, last, amount)
 
 
 @lean
