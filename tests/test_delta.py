@@ -19,7 +19,7 @@ from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.engine import Engine, Times
-from flexsearch.strategy import OperatorConfig, Options
+from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.parts import FORMS
@@ -175,6 +175,37 @@ def test_so_is_any_legal_strategy(data: Any, name: str) -> None:
             check_equal(simulator, new, simulator.propose(differences(new, configs)), options)
             simulator.accept()
         configs = new
+
+
+@pytest.mark.parametrize("name", ["p100:1", "p100:2", "dgx-a100:1", "dgx-a100:2"])
+def test_what_links_carry_at_least_is_known_before_there_are_rows(name: str) -> None:
+    graph, topology = transformer(), Topology.load(name)
+    space, rng = Space(graph, topology), np.random.default_rng(7)
+    apart = baseline("data-parallel", graph, topology, Options()).in_order(graph)
+    for configs in (apart, *(space.random_plan(rng) for _ in range(6))):
+        for bucket in (1, 25 * 2**20):
+            options = Options(bucket_bytes=bucket)
+            simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, configs)
+            least, carried = simulator.rows.state.load, simulator.engine.state.kept.total_carry
+            assert (least <= carried).all()
+            if configs is apart and bucket == 1:  # all gradients cross all links, each as a collective of its own
+                assert (4 * least >= carried).all() and least.max() > 0
+
+
+def test_a_path_that_is_too_long_rejects_before_anything_is_run() -> None:
+    graph, topology = mlp(), Topology.load("ethernet-1g-4")
+    plain = tuple(make_config(op, {}, [0]) for op in graph.operators)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), plain)
+    middle = len(plain) // 2
+    number = simulator.templates.config(middle, make_config(graph.operators[middle], {}, [1]))
+    seconds, path = simulator.attempt([middle], [number]), simulator.engine.state.path
+    simulator.reject()
+    assert seconds > simulator.seconds
+    for windows in (0, 1000):  # that earlier proposals ran
+        path.windows[0] = windows
+        assert simulator.attempt([middle], [number], simulator.seconds) == float("inf")
+        assert (path.windows[0] == windows) == (windows > 0)
+        simulator.reject()
 
 
 def test_other_buckets_keep_the_plan_at_hand() -> None:

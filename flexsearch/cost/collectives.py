@@ -47,19 +47,26 @@ def ring_edge(count: Any, nbytes: Any) -> Any:
 
 
 @lean
+def _sizes(form: Any, count: Any, nbytes: Any) -> Any:
+    """Of a collective among ``count`` members: passes, bytes that each edge of a ring carries, and those that the
+    members have or get."""
+    if form == ALL_REDUCE:
+        return np.int64(2), ring_edge(count, nbytes), np.int64(nbytes)
+    members = np.int64(count)
+    return np.int64(1), np.int64(nbytes) // members, np.int64(nbytes) // (members - np.int64(1))
+
+
+@lean
 def price_collective(
     routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, form: Any, devices: U32, first: Any, last: Any,
     nbytes: Any,
 ) -> Any:  # fmt: skip
     """Seconds of a collective among ``devices[first:last]`` (ascending, at least two). ``nbytes``: of an all-reduce
     those that each device holds; of an all-gather or reduce-scatter those that are to cross devices, all together.
-    Adds rows to ``loads``; leaves ``tally.unit`` and ``tally.linear``."""
+    Adds rows to ``loads``; leaves ``tally.unit``."""
     count = last - first
-    passes = np.int64(2) if form == ALL_REDUCE else np.int64(1)
-    edge = ring_edge(count, nbytes) if form == ALL_REDUCE else np.int64(nbytes) // np.int64(count)
-    size = np.int64(nbytes) if form == ALL_REDUCE else np.int64(nbytes) // (np.int64(count) - np.int64(1))
+    passes, edge, size = _sizes(form, count, nbytes)
     slot = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count)
-    tally.linear[0] = 1
     steps = np.float64(passes * (np.int64(count) - np.int64(1)))
     if tally.groups.hosts[slot] > np.uint32(1):
         return _across(rates, tally, loads, form, slot, count, passes, steps, edge, size)
@@ -120,9 +127,48 @@ def _across(
         seconds = climb + _busiest(rates, tally, slot, TREE, factor, size // rails)
         if seconds < least:
             start, unit, best = climb, size // rails, TREE
-    tally.linear[0] = 0
     _restore(tally, slot, best)
     return settle(rates, tally, loads, form, factor, unit, start)
+
+
+@lean
+def note_least(
+    routes: RouteTable, rates: Rates, tally: Tally, loads: Loads, begin: Any, end: Any, form: Any, devices: U32,
+    first: Any, last: Any, nbytes: Any,
+) -> None:  # fmt: skip
+    """Lower ``least_s`` of rows ``begin`` to ``end`` of ``loads``, which ``price_collective`` made of these arguments:
+    seconds that a collective with these and other bytes keeps the link busy at least on their behalf. Which algorithm
+    and protocol it uses depends on all its bytes, so it is the least of all."""
+    count = last - first
+    passes, edge, size = _sizes(form, count, nbytes)
+    slot, groups = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count), tally.groups
+    hosts, rails, factor = np.uint64(groups.hosts[slot]), np.int64(groups.fewest[slot]), rates.factor[form]
+    if hosts == ONE:
+        if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
+            factor = rates.group_factor[count]
+            if rates.protocol_factor[count, ZERO] > 0.0:
+                factor = min(rates.protocol_factor[count, ZERO], rates.protocol_factor[count, ONE])
+        _lower(rates, tally, loads, begin, end, slot, RINGS, factor, edge)
+        return
+    _lower(rates, tally, loads, begin, end, slot, RINGS, factor, edge // rails)
+    if groups.fewest[slot] == groups.most[slot] and rails > 1:
+        part = passes * size // (rails * np.int64(hosts))
+        _lower(rates, tally, loads, begin, end, slot, BOTH, factor, part)
+    if form == ALL_REDUCE:
+        _lower(rates, tally, loads, begin, end, slot, TREE, factor, size // rails)
+
+
+@lean
+def _lower(
+    rates: Rates, tally: Tally, loads: Loads, begin: Any, end: Any, slot: Any, way: Any, factor: Any, unit: Any
+) -> None:
+    """Lower ``least_s`` to what an algorithm of a group brings onto each link."""
+    _restore(tally, slot, way)
+    for k in range(begin, end):
+        r = np.uint64(loads.link[k])
+        seconds = link_seconds(factor, np.float64(tally.load[r]) * np.float64(unit), rates.bandwidth[r])
+        loads.least_s[k] = min(loads.least_s[k], seconds)
+    clear(tally)
 
 
 # ---- groups: what their algorithms bring onto links, worked out once

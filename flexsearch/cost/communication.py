@@ -48,7 +48,6 @@ class Transfer:
 @lean
 def price_messages(rates: Rates, tally: Tally, loads: Loads, form: Any) -> Any:
     """Seconds of the messages that were sent to ``tally``, whose amounts are bytes. Adds rows to ``loads``."""
-    tally.linear[0] = 1
     return settle(rates, tally, loads, form, rates.factor[form], np.int64(1), start_of_messages(rates, tally))
 
 

@@ -94,8 +94,8 @@ class Tally(NamedTuple):
     ``touched``; ``moved``: likewise amounts that the processors in ``dragged`` send or receive; ``messages``: how many
     each device in ``talking`` sends (device d) and receives (number of devices + d); ``listed``: (3,) how many are
     listed. (1,): ``latency``, the longest, s; ``most`` messages that a device sends or receives; ``unit``, bytes that a
-    load of 1 stands for; ``linear``, 1 if twice the bytes are twice the load of every link. For groups of devices:
-    ``order``, the members host by host, and where each host's ``begin``; ``groups``, what is known of those priced."""
+    load of 1 stands for. For groups of devices: ``order``, the members host by host, and where each host's ``begin``;
+    ``groups``, what is known of those priced."""
 
     load: I64
     touched: U32
@@ -107,7 +107,6 @@ class Tally(NamedTuple):
     latency: F64
     most: U32
     unit: I64
-    linear: U8
     order: U64
     begin: U32
     groups: GroupTable
@@ -115,12 +114,14 @@ class Tally(NamedTuple):
 
 @packed
 class Loads(NamedTuple):
-    """Rows of priced communications, one after the other: ascending resources, amounts and seconds. ``size``: (3,) rows
-    of links and of processors so far, and whether there was no room for all."""
+    """Rows of priced communications, one after the other: ascending resources, amounts and seconds. ``least_s``: see
+    ``collectives.note_least``. ``size``: (3,) rows of links and of processors so far, and whether there was no room for
+    all."""
 
     link: U32
     link_load: I64
     link_s: F64
+    least_s: F64
     drag: U32
     drag_load: I64
     drag_s: F64
@@ -326,7 +327,7 @@ def make_tally(topology: Topology) -> Tally:
         moved=np.zeros(resources, np.int64), dragged=np.zeros(resources, np.uint32),
         messages=np.zeros(2 * devices, np.uint32), talking=np.zeros(2 * devices, np.uint32),
         listed=np.zeros(3, np.uint64), latency=np.zeros(1), most=np.zeros(1, np.uint32), unit=np.ones(1, np.int64),
-        linear=np.ones(1, np.uint8), order=np.zeros(devices, np.uint64), begin=np.zeros(devices + 1, np.uint32),
+        order=np.zeros(devices, np.uint64), begin=np.zeros(devices + 1, np.uint32),
         groups=_group_table(resources, devices),
     )  # fmt: skip
 
@@ -345,6 +346,6 @@ def _group_table(resources: int, devices: int) -> GroupTable:
 def empty_loads(room: int) -> Loads:
     """Room for so many rows."""
     return Loads(
-        np.zeros(room, np.uint32), np.zeros(room, np.int64), np.zeros(room), np.zeros(room, np.uint32),
+        np.zeros(room, np.uint32), np.zeros(room, np.int64), np.zeros(room), np.zeros(room), np.zeros(room, np.uint32),
         np.zeros(room, np.int64), np.zeros(room), np.zeros(3, np.uint64),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.cost.collectives import ALL_REDUCE
+from flexsearch.cost.collectives import ALL_REDUCE, note_least
 from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.direct import direct
@@ -16,11 +16,13 @@ from flexsearch.lower.arrays import Pools
 from flexsearch.lower.orbits import BlockMap, add_places, at_once, crosses_blocks, orbit_of
 from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
+from flexsearch.topology.routes import RouteTable
 
 
 @lean
 def append(
-    workspace: Workspace, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, pools: Pools, size: U64
+    workspace: Workspace, routes: RouteTable, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap,
+    pools: Pools, size: U64,
 ) -> Any:  # fmt: skip
     """Add the exchanges in the workspace to the pools. Links that no transfer can wait for (``Topology.decisive``) are
     left out, and so are exchanges that another one of their orbit stands for. ``bandwidth``: of the links in the pools.
@@ -43,7 +45,7 @@ def append(
             if not folded or _stands_for_itself(workspace, blocks, begin, x):
                 count = workspace.orbits.missing[x] if folded else ONE
                 own = folded and count == ONE
-                _append_one(rows, rates, bandwidth, decisive, blocks, own, count, pools, size, x)
+                _append_one(rows, routes, rates, bandwidth, decisive, blocks, own, count, pools, size, x)
         if folded:
             _check_orbits(workspace, blocks, begin, stop)
     return True
@@ -137,8 +139,8 @@ def _check_orbits(workspace: Workspace, blocks: BlockMap, first: Any, last: Any)
 
 @lean
 def _append_one(
-    rows: Exchanges, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, own: Any, count: Any, pools: Pools,
-    size: U64, x: Any,
+    rows: Exchanges, routes: RouteTable, rates: Rates, bandwidth: F64, decisive: U8, blocks: BlockMap, own: Any,
+    count: Any, pools: Pools, size: U64, x: Any,
 ) -> None:  # fmt: skip
     """Add exchange ``x``. ``own``: it is its own image, so that what stands for several links has the same on each;
     else these have it from several exchanges: ``count`` in all."""
@@ -149,6 +151,8 @@ def _append_one(
     pools.key[at] = 0
     pools.form[at] = rows.form[x]
     begin, last = _begin(end, SEND, x), np.uint64(end[SEND, x])
+    links, ends = _begin(end, LINK, x), np.uint64(end[LINK, x])
+    _bring_least(rows, routes, rates, links, ends, begin, last, x)
     pools.send_first[at], pools.send_last[at], pools.from_first[at], pools.from_last[at] = _list(
         blocks, rows.send, begin, last, pools.send, size, SEND
     )
@@ -158,14 +162,14 @@ def _append_one(
     )
     pools.link_first[at], longest = size[LINK], 0.0
     blocks.listing[0] += ONE
-    for k in range(_begin(end, LINK, x), np.uint64(end[LINK, x])):
+    for k in range(links, ends):
         if decisive[np.uint64(loads.link[k])] == 1:
-            least = min(loads.link_s[k], rows.duration[x]) if rows.linear[x] == 1 else 0.0
+            least = ticks_of(min(loads.least_s[k], rows.duration[x]))
             to = _row_of(blocks, np.uint64(loads.link[k]), pools.link, size, LINK)
             ticks = ticks_of(loads.link_s[k])
             if blocks.seen[0] == ZERO:
                 pools.link_ticks[to], pools.link_load[to] = ticks, loads.link_load[k]
-                pools.link_least[to] = ticks_of(least)
+                pools.link_least[to] = max(0, least - 1)  # sums of what was rounded up may be more than the whole
                 blocks.many[to - np.uint64(pools.link_first[at])] = ONE
             else:
                 blocks.many[to - np.uint64(pools.link_first[at])] += ONE
@@ -195,6 +199,19 @@ def _append_one(
             pools.drag_ticks[to] = max(ticks, pools.drag_ticks[to])
             pools.drag_load[to] = max(np.float64(load), pools.drag_load[to])
     pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def _bring_least(
+    rows: Exchanges, routes: RouteTable, rates: Rates, links: Any, ends: Any, begin: Any, last: Any, x: Any
+) -> None:
+    """Fill ``least_s`` of the rows ``links`` to ``ends`` of exchange ``x``, whose senders are ``begin`` to ``last``."""
+    loads, amount = rows.loads, rows.amount[x]
+    for k in range(links, ends):
+        loads.least_s[k] = loads.link_s[k]
+    if amount > 0:  # a collective
+        form = np.uint64(rows.form[x])
+        note_least(routes, rates, rows.tally, loads, links, ends, form, rows.send, begin, last, amount)
 
 
 @lean

@@ -140,7 +140,7 @@ def _append(tables: TemplateTables, k: Any, source: Side, destination: Side) -> 
     )  # fmt: skip
     exchanges = used.exchanges
     if not landed or not append(
-        workspace, tables.rates, tables.bandwidth, tables.decisive, tables.blocks, pools, exchanges
+        workspace, tables.routes, tables.rates, tables.bandwidth, tables.decisive, tables.blocks, pools, exchanges
     ):
         return False
     pools.reshard_first[template] = first

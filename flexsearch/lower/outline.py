@@ -100,7 +100,8 @@ def outline_of(workspace: Workspace) -> Outline:
         send=rows.send[sends].copy(), receive=rows.receive[receives].copy(),
         loads=Loads(
             loads.link[links].copy(), loads.link_load[links].copy(), loads.link_s[links].copy(),
-            loads.drag[drags].copy(), loads.drag_load[drags].copy(), loads.drag_s[drags].copy(), loads.size,
+            loads.least_s[links].copy(), loads.drag[drags].copy(), loads.drag_load[drags].copy(),
+            loads.drag_s[drags].copy(), loads.size,
         ),
         phases=result[PHASES], middle=result[MIDDLE] - first, trivial=bool(result[TRIVIAL]),
     )  # fmt: skip

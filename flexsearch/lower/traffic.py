@@ -264,8 +264,7 @@ def close(rows: Exchanges, form: Any, nbytes: Any, amount: Any, start: Any, seco
     """Complete the exchange at hand, whose lists are written, and which was priced last."""
     at = rows.size[0]
     rows.form[at], rows.nbytes[at], rows.amount[at], rows.leader[at] = form, nbytes, amount, leader
-    rows.unit[at], rows.linear[at], rows.start[at] = rows.tally.unit[0], rows.tally.linear[0], start
-    rows.duration[at] = seconds
+    rows.unit[at], rows.start[at], rows.duration[at] = rows.tally.unit[0], start, seconds
     rows.end[SEND, at], rows.end[RECEIVE, at], rows.end[MESSAGE, at] = rows.size[1], rows.size[2], rows.size[3]
     rows.end[LINK, at], rows.end[DRAG, at] = rows.loads.size[0], rows.loads.size[1]
     rows.size[0] = at + ONE

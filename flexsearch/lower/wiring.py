@@ -129,13 +129,14 @@ def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, nee
 
 
 @lean
-def _charge(pools: Pools, state: State, old: Any, new: Any) -> None:
-    """Account for a reshard that takes the place of another."""
+def _charge(pools: Pools, state: State, old: Any, new: Any, alone: Any) -> None:
+    """Account for a reshard that takes the place of another. ``alone``: its exchanges are communications of their own;
+    else they may go together with others."""
     for template, sign in ((old, -1), (new, 1)):
-        first, last = np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])
-        if first < last:  # the links of its exchanges lie one after the other
-            for k in range(np.uint64(pools.link_first[first]), np.uint64(pools.link_last[last - ONE])):
-                state.load[np.uint64(pools.link[k])] += sign * pools.link_least[k]
+        for x in range(np.uint64(pools.reshard_first[template]), np.uint64(pools.reshard_last[template])):
+            for k in range(np.uint64(pools.link_first[x]), np.uint64(pools.link_last[x])):
+                ticks = min(pools.link_ticks[k], pools.duration[x]) if alone else pools.link_least[k]
+                state.load[np.uint64(pools.link[k])] += sign * ticks
 
 
 @lean
@@ -203,9 +204,9 @@ def _set(
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
     if old != np.uint64(forward) or back != np.uint64(backward):
         if old != np.uint64(forward):
-            _charge(pools, state, old, np.uint64(forward))
+            _charge(pools, state, old, np.uint64(forward), True)
         if back != np.uint64(backward):
-            _charge(pools, state, back, np.uint64(backward))
+            _charge(pools, state, back, np.uint64(backward), True)
         state.forward[slot] = forward
         state.backward[slot] = backward
     if forward != before.forward[slot] or state.leader[slot] != before.leader[slot]:
@@ -276,8 +277,8 @@ def _wire_weight(
             at += ONE
         kept = gather if once else np.uint32(0)
         gather = np.uint32(0) if once else gather
-        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather))
-        _charge(pools, state, np.uint64(state.kept[slot]), np.uint64(kept))
+        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather), False)
+        _charge(pools, state, np.uint64(state.kept[slot]), np.uint64(kept), False)
         state.forward[slot], state.kept[slot] = gather, kept
         led = state.leader[slot] != before.leader[slot]
         if gather != before.forward[slot] or led:
@@ -308,5 +309,5 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
         for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
             state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
-    _charge(pools, state, before, after)
+    _charge(pools, state, before, after, False)
     state.plan[w] = new

@@ -41,16 +41,15 @@ class Moves(NamedTuple):
 @packed
 class Exchanges(NamedTuple):
     """Exchanges: ``form`` (number in ``FORMS``), ``nbytes``, ``unit`` (bytes that a load of 1 stands for), ``amount``
-    (what a collective is priced by, see ``price_collective``; of messages 0), ``linear`` (``Tally.linear``), ``start``
-    (until bytes flow; of messages, s), ``duration`` (s), ``leader`` (destination entry whose region an all-reduce
-    makes), ``end`` (of each list). ``send``, ``receive``: devices. ``message``: source and destination devices,
+    (what a collective is priced by, see ``price_collective``; of messages 0), ``start`` (until bytes flow; of
+    messages, s), ``duration`` (s), ``leader`` (destination entry whose region an all-reduce makes), ``end`` (of each
+    list). ``send``, ``receive``: devices. ``message``: source and destination devices,
     ``message_bytes``. ``size``: (4,) exchanges, sends, receives, messages so far."""
 
     form: U8
     nbytes: I64
     unit: I64
     amount: I64
-    linear: U8
     start: F64
     duration: F64
     leader: U32
@@ -154,7 +153,7 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
             _u32(moves), _u32(moves), _i64(moves), _u32(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)
         ),
         exchanges=Exchanges(
-            form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows), linear=_u8(rows),
+            form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows),
             start=np.zeros(rows), duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
             receive=_u32(3 * rows), message=_u32((2, moves)), message_bytes=_i64(moves), size=np.zeros(4, np.uint64),
             loads=empty_loads(links), tally=tally,

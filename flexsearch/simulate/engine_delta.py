@@ -16,7 +16,7 @@ from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
-from flexsearch.simulate.engine_late import is_late
+from flexsearch.simulate.engine_late import is_late, is_long
 from flexsearch.simulate.engine_run import enter
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
 from flexsearch.simulate.engine_windows import is_over, next_tick, run_to
@@ -168,6 +168,7 @@ def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, st
             kept.new_snapshot[k] = 1
         _note_begin(state, k)
         end = kept.horizon[k + ONE] if k + ONE < _WINDOWS else np.int64(NEVER)
+        state.path.windows[0] += ONE
         result = _run_window(state, segments, end, kept.chunk[0], limit)
         if result != 0:
             return result
@@ -295,9 +296,12 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
                 first += ONE
             _go_back(state, first)
             if state.path.ordered[0]:
-                state.path.doubt[0], state.path.run[0] = most - kept.makespan[0], forbidden
+                state.path.run[0], state.path.doubt[0] = forbidden, most - kept.makespan[0]
+                if is_long(state):
+                    state.path.doubt[0] = -1
             if first < _WINDOWS and is_late(state, segments, most):
                 return np.int64(LATE)
+            state.path.windows[0] -= state.path.windows[0] >> np.uint64(4)
         result = _go_through(state, segments, first, forbidden, starts, most)
         if not starts or result < 0:
             return result
