@@ -25,14 +25,15 @@ _OF_ACTIVATIONS = ("forward", "recompute", "backward")
 class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not), or from then on, if it is ``added`` there. ``cut``: the task behind which, before
-    the next one, a part is cut out, which is the begin or the end (-1: none). ``joined``: the task right before which
+    the next one, a part is cut out, which is the begin or the end (-1: none); ``left``: likewise, from which a copy is
+    cut. ``joined``: the task right before which
     it is put together; ``used_up``: the one right before which something is put together from it (-1: none)."""
 
-    __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "nbytes", "part", "used_up")
+    __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "left", "nbytes", "part", "used_up")
 
     def __init__(self, device: int, nbytes: int, part: Part, first: int) -> None:
         self.device, self.nbytes, self.part, self.first, self.last = device, nbytes, part, first, first
-        self.block, self.added, self.cut, self.joined, self.used_up = 0, False, -1, -1, -1
+        self.block, self.added, self.cut, self.left, self.joined, self.used_up = 0, False, -1, -1, -1, -1
 
     def until(self, task: int) -> None:
         self.last = max(self.last, task)
@@ -449,7 +450,7 @@ class _Walk:
             sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
             if not sent and now is not None and device not in plan.aliased and device in made:
-                span.cut = max(span.cut, now[device])
+                span.left = max(span.left, now[device])
             if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
                 span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
 

@@ -110,6 +110,7 @@ def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple
     first, last = block if span.added else moments[span.first], max(moments[span.last], block if span.block else 0)
     first = put_together(lowered, span.joined) if span.joined >= 0 else first
     last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
+    last = max(last, moments[span.left] // 3 * 3 + 2) if span.left >= 0 else last
     if span.cut < 0:
         return first, last
     behind = moments[span.cut] // 3 * 3 + 2

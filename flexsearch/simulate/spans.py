@@ -53,7 +53,7 @@ class Units(NamedTuple):
     has one, the slot whose gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
     (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
     ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
-    together there.    """
+    together there."""
 
     root: U8
     tensor: U32
