@@ -44,6 +44,9 @@ class Costs:
         self._costed = tuple(Costed.of(graph, i) for i in range(len(graph.operators)))
         self._axes = tuple(op.access.axes for op in graph.operators)
         self._halves = tuple(op.half for op in graph.operators)
+        alike: dict[object, int] = {}
+        self.alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
+        """By operator: the first one of the same shape and cost, whatever its name and place."""
         classes: dict[Device, int] = {}
         self._class_of = tuple(classes.setdefault(_anonymous(d), len(classes)) for d in topology.devices)
         self.kinds = np.array(self._class_of)
@@ -51,10 +54,6 @@ class Costs:
         self._classes = tuple(classes)
         _check_kernels(classes)
         self._models = tuple(DeviceModel(device, profile) for device in classes)
-        self._sums = any(model.sums for model in self._models)
-        alike: dict[object, int] = {}
-        self.alike = tuple(alike.setdefault(self._key(i), i) for i in range(len(graph.operators)))
-        """By operator: the first one of the same shape and cost, whatever its name and place."""
         self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         self._known_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         self._known_launches: dict[tuple[int, tuple[int, int, int]], tuple[float, float, float]] = {}
@@ -83,8 +82,7 @@ class Costs:
         salt = {"salt": None} if "salt" in op.attributes else {}  # tells random numbers apart, not costs
         attributes = json.dumps({**op.attributes, **salt}, sort_keys=True)
         backward = self.graph.has_backward[operator]
-        sums = costed.sums if self._sums else ()
-        return op.kind, op.pattern, op.axes, attributes, shapes, costed.dtypes, costed.needs, backward, sums
+        return op.kind, op.pattern, op.axes, attributes, shapes, costed.dtypes, costed.needs, backward
 
     def compute(self, operator: int, piece: Piece, device: int) -> tuple[float, float]:
         """Seconds of the forward and of the backward task of a piece; backward is 0.0 where there is none."""

@@ -12,22 +12,20 @@ import numpy as np
 
 from flexsearch.cost.efficiency import Product, product_of
 from flexsearch.cost.profile import Work, family, sizes_of
-from flexsearch.graph.model import Flow, Operator, OperatorGraph, Tensor
+from flexsearch.graph.model import Operator, OperatorGraph, Tensor
 from flexsearch.graph.notation import Dimension, Operand
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 
 
 @dataclass(frozen=True)
 class Costed:
-    """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient. ``sums``:
-    by input, how often its gradient is added to those of other readers: of k readers k - 1 do so, (k - 1) / k each on
-    average; none if empty. Of one whose backward pass is divided among two (``graph.weight_gradients``), the whole."""
+    """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient. Of one
+    whose backward pass is divided among two (``graph.weight_gradients``), the whole."""
 
     op: Operator
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     needs: tuple[bool, ...]
-    sums: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, graph: OperatorGraph, operator: int) -> Costed:
@@ -38,7 +36,6 @@ class Costed:
             tuple(graph.tensor[name] for name in op.inputs),
             tuple(graph.tensor[name] for name in op.outputs),
             tuple(backward and name in graph.differentiable for name in op.inputs),
-            tuple(_sums(graph, name) if backward and _adds(op) else 0.0 for name in op.inputs),
         )
 
     @cached_property
@@ -73,22 +70,6 @@ class Costed:
         out."""
         flops, nbytes = self.counts(extents)[1]
         return Work(flops=flops, nbytes=nbytes)
-
-    def summed(self, extents: Mapping[str, Any]) -> list[tuple[float, bool, Any]]:
-        """Of each gradient that is added to those of other readers: how often, whether it is a parameter's, and its
-        bytes."""
-        reads = self._reach[0]
-        return [
-            (share, t.kind == "parameter", _reached(reach, extents))
-            for share, t, reach in zip(self.sums, self.inputs, reads, strict=False)
-            if share
-        ]
-
-    @property
-    def additions(self) -> tuple[float, float]:
-        """How many additions of gradients that is on average: of all, and of parameters."""
-        parameters = sum(share for share, t in zip(self.sums, self.inputs, strict=False) if t.kind == "parameter")
-        return sum(self.sums), parameters
 
     def counts(self, extents: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """As ``forward`` and ``backward``, as plain numbers; of arrays of extents: arrays."""
@@ -195,21 +176,6 @@ class Costed:
     def _rows(self, place: int, extents: Mapping[str, Any]) -> Any:
         """Bytes of the table, the operand at ``place``, that are looked up."""
         return kind_of(self.op).looked_up(self.op, extents) * self.inputs[place].itemsize
-
-
-def _adds(op: Operator) -> bool:
-    """Whether autograd adds the gradients that an operator makes to those of others: ranks take the statistics of a
-    batch with the normalisation, and slices side by side in one call (``runtime.rewrites``)."""
-    return op.kind not in ("batch_statistics", "slice")
-
-
-def _sums(graph: OperatorGraph, name: str) -> float:
-    """How often a reader of a tensor adds its gradient to those of the others, on average."""
-    if name not in graph.differentiable:
-        return 0.0
-    made = [i for i, place in graph.consumers[name] if graph.flows[i][place] != Flow.VALUE]
-    readers = sum(_adds(graph.operators[i]) for i in made)
-    return (readers - 1) / readers if readers else 0.0
 
 
 _Reach = tuple[int, tuple[str, ...], tuple[tuple[Dimension, int], ...]]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.cost.costed import Costed
-from flexsearch.cost.efficiency import moving_rate, start_seconds, task_seconds_of, update_rates
+from flexsearch.cost.efficiency import moving_rate, task_seconds_of, update_rates
 from flexsearch.cost.filling import Filling, longer_in_halves
 from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile
@@ -66,26 +66,7 @@ class DeviceModel:
                 like, kind, work = costed.family, costed.op.kind, costed.counts(extents)
                 ratios = (self._filling.ratio(like, kind, *work[back], backward=bool(back)) for back in (0, 1))
                 seconds = tuple(s * ratio for s, ratio in zip(seconds, ratios, strict=True))
-        forward, backward = seconds
-        backward += sum(self._summing(costed, extents))
-        return in_ticks(*(s * self._compute + self._task_s for s in (forward, backward)))
-
-    @property
-    def sums(self) -> bool:
-        """Whether adding up gradients where a tensor has several readers counts: beside pieces that were measured one
-        by one. The figures of presets are of whole steps."""
-        return self.profile is not None and bool(self.profile.entries)
-
-    def _summing(self, costed: Costed, extents: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Seconds of adding the gradients that a piece makes to those of other readers: of all but parameters, and of
-        parameters. Each reads and writes the sum, by the device's figures; what is added was just made, and is in the
-        caches. On a CPU it takes little besides: the engine that runs backward passes calls it."""
-        seconds: list[Any] = [0.0, 0.0]
-        for share, parameter, nbytes in costed.summed(extents) if self.sums else ():
-            work = 2.0 * nbytes / moving_rate(self.device, costed.dtype)
-            reached, queued = self.device.efficiency_for(costed.dtype), self.device.kind != "cpu"
-            seconds[parameter] += share * (work + (start_seconds(self.device, reached, work) if queued else 0.0))
-        return seconds[False], seconds[True]
+        return in_ticks(*(s * self._compute + self._task_s for s in seconds))
 
     @property
     def launch_s(self) -> float:
@@ -99,14 +80,13 @@ class DeviceModel:
         the host was measured to take for it, for pieces that differ in size, or for the kind; else ``counts`` of
         kernels."""
         forward, backward, weights = counts
-        adding, added = costed.additions if self.sums else (0.0, 0.0)
         found = [host for key in (costed.signature(costed.op.sizes), costed.family, costed.op.kind)
                  if (host := self._hosts.get(key)) is not None]  # fmt: skip
         if not found or not self._queued:
             kernels = self.device.launched.kernels.get(costed.op.kind, 1)
-            return forward * kernels, backward * kernels + adding, weights * kernels + added
+            return forward * kernels, backward * kernels, weights * kernels
         ahead, back = (seconds / self.launch_s for seconds in found[0])
-        return ahead, back + adding if backward else 0.0, back * weights / backward + added if backward else 0.0
+        return ahead, back if backward else 0.0, back * weights / backward if backward else 0.0
 
     def update_launches(self, optimizer: str, half: bool) -> float:
         """Launches of an update for each tensor; ``half``: of weights in half precision beside their masters."""
@@ -132,8 +112,7 @@ class DeviceModel:
         of the same kind. ``inputs``: of the first by its share of the whole, ``backward``."""
         entry = None if self.profile is None else self.profile.entries.get(costed.signature(extents))
         if entry is not None and entry.halves_s is not None:
-            both = zip(entry.halves_s, self._summing(costed, extents), strict=True)
-            inputs, weights = ((s + adding) * self._compute + self._task_s for s, adding in both)
+            inputs, weights = (s * self._compute + self._task_s for s in entry.halves_s)
         else:
             longer = self._longer.get(costed.op.kind, 1.0)
             inputs, weights = (inputs, backward * longer - inputs) if costed.trained else (backward * longer, 0.0)
@@ -149,8 +128,8 @@ class DeviceModel:
         forward, backward = (
             np.broadcast_to(
                 task_seconds(
-                    (seconds * (1.0 if filling is None else filling.ratio("", kind, 0.0, 0.0, bool(back)))
-                     + (sum(self._summing(costed, extents)) if back else 0.0)) * self._compute + self._task_s
+                    seconds * (1.0 if filling is None else filling.ratio("", kind, 0.0, 0.0, bool(back)))
+                    * self._compute + self._task_s
                 ), (count,)
             )
             for back, seconds in enumerate(self._estimated(costed, extents, np.maximum))
