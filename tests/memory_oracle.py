@@ -26,7 +26,7 @@ class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not), or from then on, if it is ``added`` there. ``cut``: the task behind which, before
     the next one, a part is cut out, which is the begin or the end (-1: none); ``left``: likewise, from which a copy is
-    cut. ``joined``: the task right before which it is put together; ``used_up``: the one right before which something is
+    cut. ``joined``: the task right before which it is put together; ``used_up``: that right before which something is
     put together from it (-1: none)."""
 
     __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "left", "nbytes", "part", "used_up")

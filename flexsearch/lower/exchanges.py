@@ -148,8 +148,7 @@ def _append_one(
     size[4] += ONE
     pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
     pools.duration[at] = ticks_of(rows.duration[x])
-    pools.key[at] = 0
-    pools.form[at] = rows.form[x]
+    pools.key[at], pools.form[at] = 0, rows.form[x]
     begin, last = _begin(end, SEND, x), np.uint64(end[SEND, x])
     links, ends = _begin(end, LINK, x), np.uint64(end[LINK, x])
     _bring_least(rows, routes, rates, links, ends, begin, last, x)
