@@ -13,7 +13,7 @@ from benchmarks import memory_peaks
 from flexsearch.cost import Costs
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower_for_ranks
-from flexsearch.runtime.instructions import Post, Program, Settle, Start, Wait
+from flexsearch.runtime.instructions import AwaitSends, Post, Program, Start, Wait
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.wire import Wire
 from flexsearch.simulate.memory import memory, use_of
@@ -34,9 +34,9 @@ def _programs(name: str, number: int, seed: int) -> list[Program]:
 def test_a_rank_waits_for_what_it_has_sent_where_it_would_hold_more_than_its_peak() -> None:
     for program in (_programs("images", 13, 4)[k] for k in (0, 3)):
         rows = program.instructions
-        settles = [k for k, instruction in enumerate(rows) if isinstance(instruction, Settle)]
-        assert settles
-        for k in settles:
+        waits = [k for k, instruction in enumerate(rows) if isinstance(instruction, AwaitSends)]
+        assert waits
+        for k in waits:
             assert any(isinstance(row, Start) and any(row.sources) for row in rows[:k])
             assert not isinstance(rows[k + 1], Wait | Start)  # these wait themselves
 

@@ -82,7 +82,7 @@ def export_prints_nothing() -> Iterator[None]:
 def tables_quickly() -> Iterator[None]:
     """While it is entered, ``run_decompositions`` looks up all composite operators once and not once for every library
     of operators, and evaluates no annotations for each of the ten thousand kernels that it replaces. The tables are the
-    same; of importing a small model making them was a third to a half. Without, PyTorch does as it does."""
+    same; making them took about a third of importing a small model. Without it, PyTorch does this its own way."""
     with _looked_up_once(), _registered_directly():
         yield
 

@@ -22,6 +22,7 @@ from flexsearch.runtime.gradients import is_shared
 from flexsearch.runtime.instructions import (
     Add,
     Assemble,
+    AwaitSends,
     Backward,
     Deliver,
     Empty,
@@ -34,7 +35,6 @@ from flexsearch.runtime.instructions import (
     Post,
     Program,
     Result,
-    Settle,
     Slot,
     Start,
     Update,
@@ -131,8 +131,8 @@ class Engine:
                 return wire.start(values, instruction)
             case Wait():
                 return wire.waiting(values, instruction)
-            case Settle():
-                return wire.settling(instruction)
+            case AwaitSends():
+                return wire.awaiting_sends(instruction)
             case Assemble():
                 return assembly.assemble(values, self.lowered, self.rank, instruction, wire, self._images, self._own)
             case Keep():

@@ -163,7 +163,7 @@ class Wait(Instruction):
 
 
 @dataclass(frozen=True)
-class Settle(Instruction):
+class AwaitSends(Instruction):
     """Wait for the oldest messages that this rank has sent until those under way keep no more than ``nbytes``."""
 
     nbytes: int

@@ -11,6 +11,7 @@ from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import (
     Add,
     Assemble,
+    AwaitSends,
     Backward,
     Deliver,
     Empty,
@@ -24,7 +25,6 @@ from flexsearch.runtime.instructions import (
     Post,
     Program,
     Result,
-    Settle,
     Slot,
     Start,
     Transport,
@@ -58,8 +58,8 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
             yield f"post({instruction.task})"
         case Wait():
             yield f"wait({instruction.task})"
-        case Settle():
-            yield f"settle({instruction.nbytes})  # messages under way"
+        case AwaitSends():
+            yield f"await_sends({instruction.nbytes})  # messages under way"
         case Assemble():
             yield _assemble(program, instruction)
         case Keep():

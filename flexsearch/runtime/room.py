@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered
-from flexsearch.runtime.instructions import Instruction, Post, Program, Settle, Start, Update, Wait
+from flexsearch.runtime.instructions import AwaitSends, Instruction, Post, Program, Start, Update, Wait
 from flexsearch.runtime.liveness import ahead_bytes, received_bytes
 from flexsearch.runtime.tasks import tasks_of
 from flexsearch.simulate.memory import Use, use_of
@@ -35,7 +35,7 @@ def with_room(program: Program, place: Mapping[int, int]) -> Program:
         return program
     use = use_of(lowered, device)
     program = replace(program, instructions=tuple(_posted_later(program, list(_limits(program, use)), ahead, place)))
-    return replace(program, instructions=tuple(_settled(program, _limits(program, use), ahead)))
+    return replace(program, instructions=tuple(_waiting(program, _limits(program, use), ahead)))
 
 
 def sent_bytes(lowered: Lowered, device: int, task: int) -> int:
@@ -113,13 +113,13 @@ def _before(rows: Sequence[Instruction], k: int, place: Mapping[int, int]) -> It
 # ---- sends
 
 
-def _settled(program: Program, limits: Iterator[int | None], ahead: int) -> Iterator[Instruction]:
+def _waiting(program: Program, limits: Iterator[int | None], ahead: int) -> Iterator[Instruction]:
     """The instructions, with those that wait where more may be under way than is left."""
     rows, under_way = program.instructions, 0
     for k, (instruction, left) in enumerate(zip(rows, limits, strict=True)):
         most = ahead if left is None else max(ahead, left)
         if left is not None and under_way > most and not _posted_ahead(rows, k):
-            yield Settle(most)
+            yield AwaitSends(most)
             under_way = most
         if isinstance(instruction, Start):
             sent = sent_bytes(program.lowered, program.device, instruction.task)

@@ -28,7 +28,7 @@ from flexsearch.runtime import collectives
 from flexsearch.runtime.collectives import present
 from flexsearch.runtime.faults import lost
 from flexsearch.runtime.group import directions
-from flexsearch.runtime.instructions import Post, Settle, Start, Wait
+from flexsearch.runtime.instructions import AwaitSends, Post, Start, Wait
 from flexsearch.runtime.liveness import ahead_bytes
 from flexsearch.runtime.parts import Action, Arrival, Part, Plan, flat, lying, plan_of, slices, unflat
 
@@ -144,7 +144,7 @@ class Wire:
 
         return self._watched(task, wait)
 
-    def settling(self, instruction: Settle) -> Action:
+    def awaiting_sends(self, instruction: AwaitSends) -> Action:
         """Wait until messages under way keep no more than so many bytes."""
         return partial(self._finish_down_to, instruction.nbytes)
 

@@ -16,7 +16,7 @@ from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import NEVER, Segments
 from flexsearch.simulate.engine_fold import consider_fold, start_fold
-from flexsearch.simulate.engine_late import is_late, is_long
+from flexsearch.simulate.engine_late import is_late, runs_long
 from flexsearch.simulate.engine_run import enter
 from flexsearch.simulate.engine_state import DONE, ROOM, RUNNING, WINDOWS, State
 from flexsearch.simulate.engine_windows import is_over, next_tick, run_to
@@ -297,7 +297,7 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
             _go_back(state, first)
             if state.path.ordered[0]:
                 state.path.run[0], state.path.doubt[0] = forbidden, most - kept.makespan[0]
-                if is_long(state):
+                if runs_long(state):
                     state.path.doubt[0] = -1
             if first < _WINDOWS and is_late(state, segments, most):
                 return np.int64(LATE)

@@ -35,7 +35,7 @@ def is_late(state: State, segments: Segments, limit: Any) -> Any:
 
 
 @lean
-def is_long(state: State) -> Any:
+def runs_long(state: State) -> Any:
     """Whether proposals run so many windows on average that working out the path takes less."""
     return state.path.windows[0] > _LONG
 
@@ -43,7 +43,7 @@ def is_long(state: State) -> Any:
 @lean
 def _path_may_pay(state: State) -> Any:
     """Whether so much is still to be run that working out the path may take less: half of the windows that are left."""
-    if is_long(state):
+    if runs_long(state):
         return True
     run, left = ZERO, np.uint64(WINDOWS) - state.window[0]
     for k in range(state.window[0], np.uint64(WINDOWS)):
