@@ -21,7 +21,8 @@ import tests.kernel_cases_index
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.notation import Box, Interval
-from flexsearch.graph.ops import KernelContext, build_kernel
+from flexsearch.graph.importer import import_model
+from flexsearch.graph.ops import KernelContext, build_kernel, norm_functions
 from flexsearch.graph.ops.batch_norm import batch_norm_at_once
 from flexsearch.graph.ops.local import in_types
 from flexsearch.graph.ops.random import keep_mask
@@ -226,6 +227,31 @@ def test_batch_norm_in_two_operators_is_that_of_torch(
     for a, b in zip(found, plain, strict=True):
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=tolerance, atol=tolerance * float(b.grad.abs().max()))
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_running_statistics_are_updated_with_the_normalisation(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a node of autograd in Python, and by PyTorch's own, as on a GPU: all is as PyTorch has it."""
+    monkeypatch.setattr(norm_functions, "by_torch", lambda _: by_torch)
+    x = (torch.randn(4, 3, 6, 5, generator=torch.Generator().manual_seed(0)) + 1).to(memory_format=torch.channels_last)
+    graph = import_model(torch.nn.BatchNorm2d(3, momentum=0.3), (x,), torch.sum)
+    operators = [op for op in graph.operators if op.kind.startswith("batch_")]
+    kernels = []
+    for op in operators:
+        shapes, outputs = ([graph.tensor[name].shape for name in names] for names in (op.inputs, op.outputs))
+        kernels.append(build_kernel(op, whole_piece(op, shapes, outputs), shapes, KernelContext()))
+    found = [t.clone().requires_grad_() for t in (x, torch.rand(3), torch.rand(3))]
+    plain = [t.detach().clone().requires_grad_() for t in found]
+    running, expected = ([torch.zeros(3), torch.ones(3)] for _ in range(2))
+    statistics, y, *updated = batch_norm_at_once(operators, kernels)(*found, *running)
+    z = F.batch_norm(plain[0], *expected, *plain[1:], training=True, momentum=0.3)
+    gradient = torch.rand(4, 3, 6, 5)
+    y.backward(gradient)
+    z.backward(gradient)
+    assert statistics is None and all(a is b for a, b in zip(updated, running, strict=True))
+    assert isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction) != by_torch
+    gradients = [[t.grad for t in operands] for operands in (found, plain)]
+    torch.testing.assert_close([y, *running, *gradients[0]], [z, *expected, *gradients[1]])
 
 
 @pytest.mark.parametrize("how", ["none", "sum", "mean"])

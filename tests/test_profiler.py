@@ -8,9 +8,11 @@ from itertools import pairwise
 from math import prod
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsearch import zoo
 from flexsearch.clocks import Clock
@@ -21,6 +23,7 @@ from flexsearch.errors import ProfileError
 from flexsearch.graph import Operator, OperatorGraph, chunk, make_piece, whole_piece
 from flexsearch.graph.images import images
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.ops.base import KernelContext, build_kernel
 from flexsearch.graph.ops.batch_norm import normalising
 from flexsearch.graph.precision import with_precision
 from flexsearch.measure import cases, profiler, recipe_work, reference, updates
@@ -365,20 +368,48 @@ def test_pieces_of_mixed_precision_are_measured_as_plans_have_them() -> None:
 
 
 def test_batch_norm_by_all_samples_is_measured_as_one() -> None:
-    """A rank then takes the statistics with the normalisation."""
+    """A rank then takes the statistics, and updates running ones, with the normalisation; else it does so after the
+    statistics. The sizes of the update do not tell, so that it counts as nothing of its own."""
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3))
     graph = import_model(model, (torch.zeros(4, 2, 5, 5),), torch.sum)
-    found: set[tuple[str, bool, bool]] = set()
-
-    def own(*_: torch.Tensor) -> torch.Tensor:
-        raise AssertionError
-
+    ran: dict[tuple[str, bool], int] = {}
     for case in [case for row in plan(graph, 2) for case in row]:
-        op = case.costed.op
-        if op.kind in ("batch_statistics", "batch_norm"):
-            split = any(case.extents[axis] < op.sizes[axis] for axis in ("n", "s0", "s1"))
-            found.add((op.kind, split, normalising(op, case.extents, own) is own))
-    assert found == {(kind, split, split) for kind in ("batch_statistics", "batch_norm") for split in (False, True)}
+        op, costed = case.costed.op, case.costed
+        if not op.kind.startswith("batch_"):
+            continue
+        split = any(case.extents[axis] < op.sizes[axis] for axis in ("n", "s0", "s1") if axis in op.sizes)
+        operands = [
+            torch.rand([h - l for l, h in box]) if k == 0 or tensor.kind != "activation" else torch.zeros(2, 3)
+            for k, (tensor, box) in enumerate(zip(costed.inputs, case.piece.inputs, strict=True))
+            if box is not None
+        ]
+        kernel = build_kernel(op, case.piece, case.shapes, KernelContext())
+        with Operations() as operations:
+            normalising(op, case.extents, kernel)(*operands)
+        ran[op.kind, split] = operations.count("lerp")
+    assert ran == {
+        ("batch_statistics", False): 0,
+        ("batch_statistics", True): 2,
+        ("batch_norm", False): 2,
+        ("batch_norm", True): 0,
+        ("batch_norm_running", False): 0,
+    }
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of PyTorch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> int:
+        """How many calls of an operator there were."""
+        return self.names.count(name)
 
 
 class Counted(Clock):

@@ -4,6 +4,7 @@ statistics in between."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -174,17 +175,7 @@ class BatchNormRunning(OperatorKind):
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         momentum, count = float(str(op.attributes["momentum"])), int(str(op.attributes["count"]))
-        unbiased = count / max(1, count - 1)
-
-        def run(statistics: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                new = statistics.double().reshape(2, -1)  # of the first group, if there are groups
-                new_var = torch.addcmul(new[1], new[0], new[0], value=-1) * unbiased
-                return torch.lerp(mean, new[0].to(mean.dtype), momentum), torch.lerp(
-                    var, new_var.to(var.dtype), momentum
-                )
-
-        return run
+        return partial(_updated, momentum=momentum, unbiased=count / max(1, count - 1))
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(_with_running, (rand(4, 3, 5), rand(3), rand(3)))
@@ -195,6 +186,16 @@ def _with_running(x: Tensor, mean: Tensor, var: Tensor) -> Any:
     call = torch.ops.aten._native_batch_norm_legit_functional.default
     y, _, _, *running = call(x, None, None, mean.detach(), var.detach(), True, 0.1, 1e-5)
     return y, *(new.detach() for new in running)
+
+
+def _updated(
+    statistics: Tensor, mean: Tensor, var: Tensor, momentum: float, unbiased: float
+) -> tuple[Tensor, Tensor]:
+    """New running mean and variance. ``unbiased``: samples of each channel over one less."""
+    with torch.no_grad():
+        new = statistics.double().reshape(-1, 2, statistics.shape[-1])[0]  # of the first group, if there are groups
+        new_var = torch.addcmul(new[1], new[0], new[0], value=-1) * unbiased
+        return torch.lerp(mean, new[0].to(mean.dtype), momentum), torch.lerp(var, new_var.to(var.dtype), momentum)
 
 
 class BatchNormInference(OperatorKind):
@@ -290,26 +291,33 @@ def by_running(b: Builder, x: Value, channels: Sequence[Value], attributes: dict
     return b.emit("batch_norm_inference", [x, *channels], x.shape, pattern, attributes, short="batch_norm")
 
 
-def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel], told: bool = True) -> Kernel:
+def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel]) -> Kernel:
     """(x, weight, bias) -> (statistics, output) of ``batch_statistics`` and ``batch_norm`` (``operators``) on a device
     that has all that they need; with ``batch_norm_running`` behind them (x, weight, bias, mean, variance) -> (None,
     output, mean, variance), which are updated in place. ``kernels``: theirs, which are faster where channels do not
-    come last. ``told``: whether anybody reads the statistics."""
-    from flexsearch.graph.ops.norm_functions import BatchNorm as AtOnce
-    from flexsearch.graph.ops.norm_functions import channels_last
+    come last."""
+    momentum = float(str(operators[2].attributes["momentum"])) if len(operators) > 2 else 0.0
+    return _at_once(operators[1], kernels, momentum, told=len(operators) == 2)
 
-    op, (statistics, normalise, *running) = operators[1], kernels
+
+def _at_once(op: Operator, kernels: Sequence[Kernel], momentum: float, told: bool) -> Kernel:
+    """:func:`batch_norm_at_once` of the normalisation ``op``. ``told``: whether anybody reads the statistics."""
+    from flexsearch.graph.ops import norm_functions as functions
+
+    statistics, normalise, *running = kernels
     eps, grouped = float(str(op.attributes["eps"])), _grouped(op)
-    momentum = float(str(operators[2].attributes["momentum"])) if running else 0.0
-    told = told and not running
 
     def run(x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         affine, buffers = (others[:-2], others[-2:]) if running else (others, ())
         single = all(t.dtype == torch.float32 for t in (x, *others))
         half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-        if half or (single and (x.is_cuda or channels_last(x))):
+        if half or (single and (x.is_cuda or functions.channels_last(x))):
             weight, bias = (*(t.float() for t in affine), None, None)[:2]
-            both, out = AtOnce.apply(x, weight, bias, eps, told, momentum, *buffers)  # type: ignore[no-untyped-call]
+            if not told and functions.by_torch(x):
+                mean, var = buffers or (None, None)
+                out = torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, torch.backends.cudnn.enabled)
+                return None, out, *buffers
+            both, out = functions.BatchNorm.apply(x, weight, bias, eps, told, momentum, *buffers)  # type: ignore
             return (None, out, *buffers) if running else (both[None] if told and grouped else both, out)
         made = statistics(x)
         out = normalise(x, made, *affine)
@@ -323,14 +331,36 @@ def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel],
 
 
 def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Kernel:
-    """What is left for a device to do for a piece of an operator: of batch normalisation by all samples, it takes the
-    statistics with the normalisation (:func:`batch_norm_at_once`). ``kernel``: the piece's own."""
-    others = {axis: size for axis, size in op.sizes.items() if axis not in ("c", "g")}
-    if any(extents[axis] != size for axis, size in others.items()) or extents.get("g", 1) > 1:
+    """What a device does for a piece of an operator of batch normalisation, as one measures it; else ``kernel``, the
+    piece's own.
+
+    By all samples it takes statistics and updates running ones with the normalisation (:func:`batch_norm_at_once`). By
+    some of them it has three kernels; what updating takes is then measured with the statistics: the sizes of
+    ``batch_norm_running`` do not tell which of the two it is, so that it counts as nothing."""
+    if op.kind == "batch_norm_running":
+        return lambda _, *buffers: buffers
+    if op.kind not in ("batch_statistics", "batch_norm"):
         return kernel
+    others = {axis: size for axis, size in op.sizes.items() if axis not in ("c", "g")}
+    whole = all(extents[axis] == size for axis, size in others.items()) and extents.get("g", 1) == 1
+    buffers: list[Tensor] = []
+
+    def running(x: Tensor) -> list[Tensor]:
+        if not buffers:
+            buffers.extend(x.new_ones(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2))
+        return buffers
+
     if op.kind == "batch_statistics":
-        return _reading_any(lambda x: x.new_zeros((*([1] * _grouped(op)), 2, x.shape[1]), dtype=torch.float64))
-    if op.kind != "batch_norm":
+        if whole:
+            return _reading_any(lambda x: x.new_zeros((*([1] * _grouped(op)), 2, x.shape[1]), dtype=torch.float64))
+
+        def with_running(x: Tensor) -> Tensor:
+            made: Tensor = kernel(x)
+            _updated(made, *running(x), momentum=0.1, unbiased=1.0)
+            return made
+
+        return _reading_any(with_running)
+    if not whole:
         return kernel
     from flexsearch.graph.ops.norm_functions import Statistics
 
@@ -338,5 +368,5 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
         both: Tensor = Statistics.apply(x, x.numel() // x.shape[1])  # type: ignore[no-untyped-call]
         return both[None] if _grouped(op) else both
 
-    joined = batch_norm_at_once([op, op], [statistics, kernel], told=False)
-    return _reading_any(lambda x, _, *affine: joined(x, *affine)[1])
+    joined = _at_once(op, [statistics, kernel, partial(_updated, momentum=0.1, unbiased=1.0)], 0.1, told=False)
+    return _reading_any(lambda x, _, *affine: joined(x, *affine, *running(x))[1])
