@@ -132,7 +132,7 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
     if plan.pipeline > 1 and strategy.schedule in SPLIT and plan.stages.beside:
         raise StrategyError(
             f"schedule: {strategy.schedule}: operator {plan.stages.beside[0]!r} is computed from weights and nothing "
-            "that its stage receives; PyTorch's schedules that split backward passes lose the gradients of such weights",
+            "that its stage receives; PyTorch's schedules that split backward passes lose gradients of such weights",
             "Use gpipe, 1f1b or interleaved-1f1b, or move the border of the stage behind it.",
         )
     return plan

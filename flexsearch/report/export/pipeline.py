@@ -283,7 +283,7 @@ def _parts(file: File) -> None:
         f"ENTERING = [  # by stage: the modules whose outputs it receives\n{entering}]",
         f"HANDED = {literal(plan.stages.handed)}  # sizes of a sample of each of their tensors that pass",
         f"SHARED = {names_text(plan.stages.shared)}  # modules that several stages use",
-        f"WRITABLE = {names_text(plan.stages.writable)}  # the model computes with their outputs: it may write over them",
+        f"WRITABLE = {names_text(plan.stages.writable)}  # the model computes with what they return",
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
