@@ -48,6 +48,8 @@ def build(name: str) -> ZooModel:
         "by name": called,
         "tuples": lambda: called(returns="tuple"),
         "alike": lambda: called(returns="alike"),
+        "written between": lambda: called(returns="written"),
+        "uncalled": uncalled,
         "one activation": one_activation,
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
@@ -114,7 +116,10 @@ class Calling(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         scale = None
         for block in self.blocks:
-            if block.returns == "tuple":
+            if block.returns == "written":
+                x = block(hidden=x)
+                x += 1.0
+            elif block.returns == "tuple":
                 _, x, scale, _ = block(hidden=x, scale=scale)
             else:
                 x = block(hidden=x)[1] if block.returns == "alike" else block(hidden=x)
@@ -124,6 +129,23 @@ class Calling(nn.Module):
 def called(returns: str = "tensor") -> ZooModel:
     torch.manual_seed(0)
     return ZooModel(Calling(returns), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class Uncalled(nn.Module):
+    """Has a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rest = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
+def uncalled() -> ZooModel:
+    """As the rows of Wav2Vec2 that take the place of masked time steps."""
+    torch.manual_seed(0)
+    return ZooModel(Uncalled(), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
 
 
 class OneActivation(nn.Module):

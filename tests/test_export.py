@@ -95,6 +95,11 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
         "pipeline x data, modules that return tuples": (
             "tuples", layout(graph("tuples"), 2, 1, ["blocks.1.layer"], ranks=2, microbatches=2), ("HANDED",),
         ),
+        "pipeline x data, written over between layers": (
+            "written between", layout(graph("written between"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2),
+            ('WRITABLE = [f"blocks.{i}"',),
+        ),
+        "data, a layer that is not called": ("uncalled", layout(graph("uncalled"), 4), ("find_unused_parameters",)),
         "pipeline x data, an activation of several layers": (
             "one activation", layout(graph("one activation"), 2, 1, ["layers.2"], ranks=2, microbatches=2),
             ('SHARED = ["activation"]',),
@@ -180,7 +185,11 @@ ROUNDS: dict[str, Any] = {"first": (1, 2, 3), "ranks": 2, "schedule": "interleav
         ("bloom", {**DATA, "options": FULL, "states": States.WEIGHTS}),
         ("t5", {**RANKS, "first": ("encoder.block.1", "decoder.block.1", "decoder.block.3")}),  # tables of positions
         ("falcon", {**ROUNDS, "data": 2}),
+        ("t5", {**DATA, "first": ("decoder.block.0",)}),  # a list of layers is in one stage, what holds it in both
         ("bart", {**RANKS, "first": ("model.encoder.layers.2", "model.decoder.layers.0", "model.decoder.layers.1")}),
+        ("bart", {**DATA, "data": 1, "tensor": 2, "first": ("model.decoder.layers.0",)}),  # three layers have a weight
+        ("gpt2", {**ROUNDS, "data": 2, "schedule": "zero-bubble-v"}),  # tied weights in two stages of one rank
+        ("wav2vec2", DATA),  # writes zeros into the output of a layer of an earlier stage
     ],
 )
 def test_pipelines_of_hugging_face_models_train_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
@@ -288,6 +297,21 @@ def test_a_module_that_is_no_linear_layer_is_not_split() -> None:
         torch_file(in_parts(graph, {r".*\.mlp\.gate": "o"}), graph)
 
 
+class Chosen(nn.Module):
+    """As many rows as there are positive numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[(x[:, 0] > 0).nonzero().squeeze(1)]
+
+
+def test_a_module_whose_shapes_depend_on_values_says_so_in_a_pipeline() -> None:
+    file: dict[str, Any] = {}
+    plan = layout(graph("by name"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2)
+    exec(torch_file(plan, graph("by name")), file)
+    with pytest.raises(TypeError, match=r"of what layers\.0 computes depend on values; .*set_experts_implementation"):
+        file["Returned"]("layers.0", Chosen()).of((torch.randn(4, 2),), {})
+
+
 def test_a_pipeline_of_layers_that_are_one_module_is_refused() -> None:
     operators = [op for op in graph_of_family("albert").operators if op.module.startswith("albert.encoder.")]
     plan = layout(graph_of_family("albert"), 2, 1, [operators[len(operators) // 2].name], ranks=2, microbatches=2)
@@ -295,11 +319,11 @@ def test_a_pipeline_of_layers_that_are_one_module_is_refused() -> None:
         torch_file(plan, graph_of_family("albert"))
 
 
-def test_tied_weights_of_two_stages_on_one_rank_are_refused() -> None:
-    borders = stages_of("gpt2", 1, 2, 3)
-    plan = layout(graph_of_family("gpt2"), 2, 1, borders, ranks=2, schedule="zero-bubble-v", microbatches=2)
-    with pytest.raises(StrategyError, match=r"0, 3 are on one rank, and several of them read 'transformer.wte.weight'"):
-        torch_file(plan, graph_of_family("gpt2"))
+def test_weights_that_a_stage_computes_with_from_the_batch_alone_need_whole_backward_passes() -> None:
+    borders = stages_of("bart", "model.encoder.layers.2", "model.encoder.layers.3", "model.decoder.layers.0")
+    plan = layout(graph_of_family("bart"), 1, 1, borders, ranks=4, schedule="zero-bubble", microbatches=4)
+    with pytest.raises(StrategyError, match=r"zero-bubble: operator .model.decoder.layernorm_embedding. is computed f"):
+        torch_file(plan, graph_of_family("bart"))
 
 
 class Borrowing(nn.Module):

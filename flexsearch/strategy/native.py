@@ -23,6 +23,9 @@ from flexsearch.strategy.weights import has_weights, is_heavy
 SINGLE: Final = ("gpipe", "1f1b")
 """Schedules whose classes in PyTorch take one stage on a rank."""
 
+SPLIT: Final = ("zero-bubble", "zero-bubble-v", "dualpipe-v")
+"""Schedules that make gradients of activations and of weights in passes of their own."""
+
 Grid = tuple[tuple[int, ...], ...]
 """Devices of a stage: a row for each share of the samples, in it the parts of tensor parallelism."""
 
@@ -85,7 +88,7 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
     split = _split(graph, configs, [grids[stage] for stage in stage_of])
     flowing = flow(graph, len(grids[0][0]), split, stage_of)
     elsewhere = _elsewhere(graph, configs, flowing, [grids[stage] for stage in stage_of])
-    stages = stage_modules(graph, stage_of, ranks) if len(grids) > 1 else StageModules()
+    stages = stage_modules(graph, stage_of) if len(grids) > 1 else StageModules()
     block = len(strategy.cluster.devices) // pipeline.replicas
     mesh = tuple(
         tuple(tuple(d + k * block for d in row) for k in range(pipeline.replicas) for row in grids[rank[0]])
@@ -125,6 +128,12 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
         raise StrategyError(
             f"schedule: {strategy.schedule}: PyTorch's runs one stage on each rank, the plan has {each}",
             "Join these stages, or use interleaved-1f1b.",
+        )
+    if plan.pipeline > 1 and strategy.schedule in SPLIT and plan.stages.beside:
+        raise StrategyError(
+            f"schedule: {strategy.schedule}: operator {plan.stages.beside[0]!r} is computed from weights and nothing "
+            "that its stage receives; PyTorch's schedules that split backward passes lose gradients of such weights",
+            "Use gpipe, 1f1b or interleaved-1f1b, or move the border of the stage behind it.",
         )
     return plan
 

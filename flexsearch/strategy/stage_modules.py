@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 from flexsearch.errors import StrategyError
@@ -26,21 +27,23 @@ class StageModules:
     ones whose outputs it gets. ``handed``: by these modules, the sizes of one sample of each tensor that passes and
     depends on weights.
     ``shared``: modules that several stages run, which have no weights. ``tied``: trained weights that several stages
-    read, each as its name by stage."""
+    read, each as its name by stage. ``writable``: modules whose outputs the model itself computes with, outside of the
+    modules of stages, so that it may write over them. ``beside``: operators of stages after the first that are computed
+    from weights, and beside what their stage receives."""
 
     modules: tuple[tuple[str, ...], ...] = ()
     entering: tuple[tuple[str, ...], ...] = ()
     handed: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     tied: tuple[dict[int, str], ...] = ()
+    writable: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
 
-def stage_modules(
-    graph: OperatorGraph, stage_of: Sequence[int], held: Sequence[Sequence[int]]
-) -> StageModules:  # fmt: skip
-    """The stages of ``stage_of`` (by operator) as modules. ``held``: the stages of each rank. Raises StrategyError
-    where a model cannot be taken apart so, by the first operator that is in the way: one outside of the modules that
-    has weights, is worth a stage or draws random numbers."""
+def stage_modules(graph: OperatorGraph, stage_of: Sequence[int]) -> StageModules:
+    """The stages of ``stage_of`` (by operator) as modules. Raises StrategyError where a model cannot be taken apart so,
+    by the first operator that is in the way: one outside of the modules that has weights, is worth a stage or draws
+    random numbers."""
     stages = _Stages(graph, stage_of)
     if empty := [stage for stage, names in enumerate(stages.modules) if not names]:
         raise StrategyError(f"stages: stage {empty[0]} has no module of the model", NATIVE)
@@ -62,7 +65,9 @@ def stage_modules(
         tuple(tuple(dict.fromkeys(stages.module_of(name) for name in names)) for names in entering),
         {module: tuple(shapes.values()) for module, shapes in handed.items()},
         stages.shared(),
-        _tied(graph, stages, held),
+        _tied(graph, stages),
+        stages.writable(),
+        stages.beside(computed),
     )
 
 
@@ -84,8 +89,10 @@ class _Stages:
             for path in _path(op) if op.module != "loss" else ():
                 homes.setdefault(path, set()).add(stage)
         self.paths, self.modules = [], [{} for _ in range(1 + max(self.stage_of))]
+        lists = _lists(self.graph)
         for op, stage in zip(self.graph.operators, self.stage_of, strict=True):
-            whole = next((path for path in _path(op) if path and len(homes.get(path, ())) == 1), "")
+            paths = (path for path in _path(op) if path and path not in lists)
+            whole = next((path for path in paths if len(homes.get(path, ())) == 1), "")
             self.paths.append(None if op.module == "loss" else whole)
             if self.paths[-1]:
                 self.modules[stage][whole] = None
@@ -140,6 +147,32 @@ class _Stages:
         outside = zip(self.graph.operators, self.paths, strict=True)
         return tuple(dict.fromkeys(op.module for op, path in outside if path == "" and op.module))
 
+    def writable(self) -> tuple[str, ...]:
+        """Modules whose outputs operators read that are in no module of one stage."""
+        outside = (i for i, path in enumerate(self.paths) if path == "")
+        read = (name for i in outside for name in self.graph.operators[i].inputs if name in self.graph.producer)
+        return tuple(dict.fromkeys(module for name in read if (module := self.module_of(name))))
+
+    def beside(self, computed: set[str]) -> tuple[str, ...]:
+        """Operators that trained weights lead to and nothing that their stage receives, unless one operator alone, of
+        that stage, reads them. ``computed``: what depends on weights."""
+        found = []
+        for stage in range(1, len(self.modules)):
+            reached: set[str] = set()
+            for op, path, home in zip(self.graph.operators, self.paths, self.stage_of, strict=True):
+                if path and home < stage:
+                    reached.update(computed.intersection(op.outputs))
+                elif not path or home == stage:
+                    if not reached.isdisjoint(op.inputs):
+                        reached.update(op.outputs)
+                    elif path and not computed.isdisjoint(op.outputs) and not self._read_once(op, stage):
+                        found.append(op.name)
+        return tuple(found)
+
+    def _read_once(self, op: Operator, stage: int) -> bool:
+        readers = [i for name in op.outputs for i, _ in self.graph.consumers[name]]
+        return len(readers) == 1 and (not self.paths[readers[0]] or self.stage_of[readers[0]] == stage)
+
 
 def _computed(graph: OperatorGraph) -> set[str]:
     """What depends on weights in a way that has a gradient."""
@@ -150,13 +183,24 @@ def _computed(graph: OperatorGraph) -> set[str]:
     return found
 
 
+def _lists(graph: OperatorGraph) -> set[str]:
+    """Modules all of whose operators are in numbered parts: lists, which nobody calls, or sequences of calls."""
+    inside: dict[str, bool] = {}
+    for op in graph.operators:
+        path = list(_path(op))
+        for module, part in pairwise(path):
+            inside[module] = inside.get(module, True) and part.rpartition(".")[2].isdigit()
+        inside[path[-1]] = False
+    return {module for module, numbered in inside.items() if numbered}
+
+
 def _path(op: Operator) -> Iterable[str]:
     """The modules that an operator is in, from the model ("") on."""
     parts = op.module.split(".") if op.module else []
     return (".".join(parts[:k]) for k in range(len(parts) + 1))
 
 
-def _tied(graph: OperatorGraph, stages: _Stages, held: Sequence[Sequence[int]]) -> tuple[dict[int, str], ...]:
+def _tied(graph: OperatorGraph, stages: _Stages) -> tuple[dict[int, str], ...]:
     """The weights that several stages read. Raises StrategyError where their gradients cannot be added up."""
     found = []
     for tensor in graph.of_kind("parameter"):
@@ -169,12 +213,6 @@ def _tied(graph: OperatorGraph, stages: _Stages, held: Sequence[Sequence[int]]) 
                 f"stages: stages {min(at)} and {max(at)} read {tensor.name!r}, and {other.name!r}, one of the readers, "
                 "is neither a linear layer nor an embedding, which can hold a weight each of their own",
                 NATIVE,
-            )
-        if rank := next((rank for rank in held if len(set(rank) & set(at)) > 1), None):
-            raise StrategyError(
-                f"stages: {', '.join(map(str, rank))} are on one rank, and several of them read {tensor.name!r}; "
-                "PyTorch's schedules divide the gradients of each stage by the microbatches, these twice",
-                "Use schedule 1f1b or interleaved-1f1b, or untie the weights of the model.",
             )
         if tensor.requires_grad:
             weight = tensor.name.rpartition(".")[2]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flexsearch.errors import StrategyError
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy.config import OperatorConfig, make_config
 from flexsearch.strategy.propagate import Propagation
 from flexsearch.strategy.weights import has_weights
@@ -54,7 +54,7 @@ def check_split(graph: OperatorGraph, operator: int, axis: str) -> None:
     op = graph.operators[operator]
     names = [name for name in op.inputs if graph.tensor[name].kind == "parameter"]
     layer = op.kind in ("linear", "embedding") and op.roles[axis] in ("parameter", "reduction")
-    own = bool(op.module) and all(name.rpartition(".")[0] == op.module or _layer_of(graph, name) for name in names)
+    own = bool(op.module) and all(_own(graph, op, name) for name in names)
     beside = next(iter(computed_beside(graph, operator)), None) if op.kind == "linear" else None
     if not layer or not own or beside is not None:
         why = f"reads {names[0]!r}"
@@ -79,12 +79,12 @@ def computed_beside(graph: OperatorGraph, operator: int) -> list[int]:
     ]  # fmt: skip
 
 
-def _layer_of(graph: OperatorGraph, parameter: str) -> bool:
-    """Whether a layer of its own reads this parameter too: weights that are tied."""
-    return any(
-        parameter == f"{graph.operators[i].module}.weight" and graph.operators[i].kind in ("linear", "embedding")
-        for i, _ in graph.consumers[parameter]
-    )
+def _own(graph: OperatorGraph, op: Operator, parameter: str) -> bool:
+    """Whether a parameter is the layer's own, maybe tied to others': it has another name only where another reads it
+    too, and is no part of a module inside of the layer's."""
+    owner = parameter.rpartition(".")[0]
+    readers = {graph.operators[i].module for i, _ in graph.consumers[parameter]}
+    return owner == op.module or (len(readers) > 1 and not owner.startswith(f"{op.module}."))
 
 
 class _Walk:

@@ -10,7 +10,7 @@ from itertools import chain
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.recompute import NO_REGION, regions_of
-from flexsearch.report.export.file import File
+from flexsearch.report.export.file import File, names_text
 from flexsearch.strategy import Options, States
 from flexsearch.strategy.tensor_parallel import computed_beside
 
@@ -57,14 +57,7 @@ def _tensor_parallel(file: File) -> None:
     if tables:
         _tables(file, tables)
     _in_place(file)
-    apart = {name for weight in plan.stages.tied for name in weight.values()}
-    tied = {
-        (graph.operators[i].module, name)
-        for i in plan.split for name in graph.operators[i].inputs
-        if graph.tensor[name].kind == "parameter" and not name.startswith(f"{graph.operators[i].module}.")
-        and name not in apart
-    }  # fmt: skip
-    file.layers += [f"model.{module}.weight = model.{name}  # tied weights" for module, name in sorted(tied)]
+    _tie(file)
     if plan.flow.heads:
         file.layers.append(f"# Attention divides its features into heads; each rank has 1 / {plan.tensor} of them.")
         file.layers += file.each(plan.flow.heads, "divide_heads(model.get_submodule(name))")
@@ -75,6 +68,24 @@ def _tensor_parallel(file: File) -> None:
             '        if name.endswith(("head", "heads")) and isinstance(value, int):\n'
             f"            setattr(attention, name, value // {plan.tensor})"
         )
+
+
+def _tie(file: File) -> None:
+    """Layers that share a weight, in one stage, share it again: each was split on its own."""
+    graph, stages = file.graph, file.plan.stages.modules or (("",),)
+    ties: dict[str, None] = {}
+    for name in dict.fromkeys(n for i in file.plan.split for n in graph.operators[i].inputs):
+        owner = name.rpartition(".")[0]
+        readers = {graph.operators[i].module for i, _ in graph.consumers[name]}
+        if graph.tensor[name].kind != "parameter" or readers == {owner}:
+            continue
+        for parts in stages:
+            inside = tuple(f"{part}." if part else "" for part in parts)
+            layers = sorted((m for m in readers if f"{m}.".startswith(inside)), key=lambda m: (m != owner, m))
+            for layer in [*layers[1:], *([owner] if layers and owner not in readers else [])]:
+                when = f"if here(model, {names_text(layers[:1])}):\n    " if file.plan.pipeline > 1 else ""
+                ties[f"{when}model.{layer}.weight = model.{layers[0]}.weight  # tied weights"] = None
+    file.layers += ties
 
 
 def _style(file: File, i: int, axis: str) -> str:
@@ -208,13 +219,16 @@ def _precision(file: File) -> None:
 
 def _data_parallel(file: File) -> None:
     file.needs("torch.nn.parallel", "DistributedDataParallel")
+    trained = sum(weight.requires_grad for weight in file.graph.of_kind("parameter"))
     size = f"{file.options.bucket_bytes / 2**20:g}"
     # Given a size, DistributedDataParallel makes its first bucket no smaller than the others.
     cap = "" if file.options.bucket_bytes == Options().bucket_bytes else f", bucket_cap_mb={size}"
     file.layers += [
         f"# Data parallelism over {file.plan.data} ranks: gradients are averaged in buckets of {size} MiB.",
         'group = mesh().get_group("data")',
-        f"model = DistributedDataParallel(model, process_group=group{cap})",
+        "# Parameters that the plan knows nothing of are in no loss: DistributedDataParallel must not wait for them.",
+        f"unused = sum(p.requires_grad for p in model.parameters()) > {trained}",
+        f"model = DistributedDataParallel(model, process_group=group{cap}, find_unused_parameters=unused)",
     ]
     if file.plan.states == States.OPTIMIZER:
         file.needs("torch.distributed.optim", "ZeroRedundancyOptimizer")

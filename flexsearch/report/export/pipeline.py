@@ -69,6 +69,9 @@ STAND_INS: Final = '''
                 actual.update(zip(map(id, passed), self.passing.of(self.name, len(passed))))
 
             def value(x: Tensor) -> Tensor:
+                return real(x).clone() if self.name in WRITABLE else real(x)
+
+            def real(x: Tensor) -> Tensor:
                 if id(x) in actual:
                     return actual[id(x)]
                 if not x.is_floating_point():
@@ -94,7 +97,13 @@ STAND_INS: Final = '''
                 with fake(), torch.enable_grad():
                     like = [self.like(x) if isinstance(x, Tensor) else x for x in given]
                     args, named = tree_unflatten(like, spec)
-                    self.by_shapes[shapes] = like, self.module(*args, **named)
+                    try:
+                        self.by_shapes[shapes] = like, self.module(*args, **named)
+                    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                        raise TypeError(
+                            f"the shapes of what {self.name} computes depend on values; in a pipeline they must not "
+                            '(transformers: model.set_experts_implementation("grouped_mm"))'
+                        ) from error
             return self.by_shapes[shapes]
 
         def like(self, x: Tensor) -> Tensor:
@@ -162,7 +171,7 @@ TAKE_APART: Final = '''
             elif name in stage_of or not name.startswith(inside) and plain(module) and name not in SHARED:
                 new[id(module)] = module if at == stage else HandOn(module)
         weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
-        part = deepcopy(model, weights[stage] | new)
+        part = deepcopy(model, weights[stage] | COPIESnew)
         for name, x in model.named_parameters(remove_duplicate=False):
             if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
                 owner, _, last = name.rpartition(".")
@@ -170,6 +179,11 @@ TAKE_APART: Final = '''
         return part
 '''
 PART: Final = '''
+    def sendable(x: Tensor) -> Tensor:
+        """A tensor of its own: schedules that split backward passes detach what was sent, which views cannot be."""
+        return x.clone(memory_format=torch.contiguous_format) if x._is_view() else x.contiguous()
+
+
     class Part(nn.Module):
         """The model as one stage runs it: its own code, on the whole batch, with stand-ins for the modules of other
         stages. What it computes between modules (masks, positions) is computed in every stage."""
@@ -190,7 +204,7 @@ PART: Final = '''
                 output = self.model(*inputs, **batch)
                 passed = OUTPUT
             except Computed:
-                passed = tuple(x.contiguous() for name in ENTERING[self.stage + 1] for x in self.passing[name])
+                passed = tuple(sendable(x) for name in ENTERING[self.stage + 1] for x in self.passing[name])
             finally:
                 self.passing.clear()
             if left := len(self.passing.received):
@@ -206,6 +220,7 @@ PART: Final = '''
             passed = set(map(id, handed_on(of.name, given, returned)))
             pairs = zip(tree_leaves(returned), tree_leaves(output), strict=True)
             part.passing[of.name] = list({id(x): y for x, y in pairs if id(x) in passed}.values())
+            return tree_map_only(Tensor, torch.clone, output) if of.name in WRITABLE else None
 
         for name, of in part.returned.items():
             part.model.get_submodule(name).register_forward_hook(partial(note, of=of), with_kwargs=True)
@@ -257,6 +272,7 @@ def _parts(file: File) -> None:
     file.needs("copy", "deepcopy")
     file.needs("functools", "partial")
     file.needs("torch._subclasses", "FakeTensorMode")
+    file.needs("torch._subclasses.fake_tensor", "DataDependentOutputException", "DynamicOutputShapeException")
     file.needs("torch.utils._pytree", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
     stages, entering = (
         "".join(f"    {names_text(names)},\n" for names in names_of_stages)
@@ -267,10 +283,12 @@ def _parts(file: File) -> None:
         f"ENTERING = [  # by stage: the modules whose outputs it receives\n{entering}]",
         f"HANDED = {literal(plan.stages.handed)}  # sizes of a sample of each of their tensors that pass",
         f"SHARED = {names_text(plan.stages.shared)}  # modules that several stages use",
+        f"WRITABLE = {names_text(plan.stages.writable)}  # the model computes with what they return",
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
-    for text in (STAND_INS, TAKE_APART, PART.replace("OUTPUT", output)):
+    copies = "copies(model, stage) | " if plan.stages.tied else ""
+    for text in (STAND_INS, TAKE_APART.replace("COPIES", copies), PART.replace("OUTPUT", output)):
         file.functions.append(dedent(text).strip())
     if plan.tensor > 1 or plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(dedent(HERE).strip())
@@ -313,16 +331,23 @@ def _tied(file: File) -> None:
         "    inside = [rank for rank, held in enumerate(HELD) if set(held) & set(stages)]\n"
         "    groups = [[pipeline[rank] for rank in inside] for pipeline in pipelines]\n"
         "    return dist.new_subgroups_by_enumeration(groups)[0]\n\n\n"
+        "def copies(model: nn.Module, stage: int) -> dict[int, nn.Parameter]:\n"
+        '    """Of weights that a stage of this rank with a lower number has, too."""\n'
+        "    earlier = [other for held in HELD if stage in held for other in held if other < stage]\n"
+        "    names = [own[stage] for own in TIED if stage in own and any(other in own for other in earlier)]\n"
+        "    return {id(x): nn.Parameter(x.detach().clone()) for x in map(model.get_parameter, names)}\n\n\n"
         "def add_tied(parts: nn.ModuleList) -> None:\n"
         '    """Each of the stages that read a weight has one of its own, and the sum of their gradients."""\n'
         "    for names in TIED:\n"
-        "        group = ranks_with(tuple(names))\n"
+        "        group, grads = ranks_with(tuple(names)), []\n"
         "        for part in parts:\n"
         "            if part.stage in names:\n"
         "                weight = part.model.get_parameter(names[part.stage])\n"
         "                if isinstance(weight, DTensor):  # gradients may lie otherwise than their weights\n"
         "                    weight.grad = weight.grad.redistribute(placements=weight.placements)\n"
-        "                    dist.all_reduce(weight.grad.to_local(), group=group)\n"
-        "                else:\n"
-        "                    dist.all_reduce(weight.grad, group=group)"
+        "                grads.append(weight.grad.to_local() if isinstance(weight, DTensor) else weight.grad)\n"
+        "        if grads:\n"
+        "            dist.all_reduce(total := torch.stack(grads).sum(0), group=group)\n"
+        "        for grad in grads:\n"
+        "            grad.copy_(total)"
     )
