@@ -20,8 +20,8 @@ import tests.kernel_cases_images
 import tests.kernel_cases_index
 import tests.kernel_cases_more
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.notation import Box, Interval
 from flexsearch.graph.ops import KernelContext, build_kernel, norm_functions
 from flexsearch.graph.ops.batch_norm import batch_norm_at_once
 from flexsearch.graph.ops.local import in_types
