@@ -379,7 +379,7 @@ def test_batch_norm_by_all_samples_is_measured_as_one() -> None:
             continue
         split = any(case.extents[axis] < op.sizes[axis] for axis in ("n", "s0", "s1") if axis in op.sizes)
         operands = [
-            torch.rand([high - low for low, high in box]) if k == 0 or tensor.kind != "activation" else torch.zeros(2, 3)
+            torch.rand([b - a for a, b in box]) if k == 0 or tensor.kind != "activation" else torch.zeros(2, 3)
             for k, (tensor, box) in enumerate(zip(costed.inputs, case.piece.inputs, strict=True))
             if box is not None
         ]

@@ -356,7 +356,8 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
 
         def with_running(x: Tensor) -> Tensor:
             made: Tensor = kernel(x)
-            _updated(made, *running(x), momentum=0.1, unbiased=1.0)
+            mean, var = running(x)
+            _updated(made, mean, var, momentum=0.1, unbiased=1.0)
             return made
 
         return _reading_any(with_running)
