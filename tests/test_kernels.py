@@ -240,17 +240,17 @@ def test_running_statistics_are_updated_with_the_normalisation(by_torch: bool, m
     for op in operators:
         shapes, outputs = ([graph.tensor[name].shape for name in names] for names in (op.inputs, op.outputs))
         kernels.append(build_kernel(op, whole_piece(op, shapes, outputs), shapes, KernelContext()))
-    found = [t.clone().requires_grad_() for t in (x, torch.rand(3), torch.rand(3))]
-    plain = [t.detach().clone().requires_grad_() for t in found]
+    ours = [t.clone().requires_grad_() for t in (x, torch.rand(3), torch.rand(3))]
+    theirs = [t.detach().clone().requires_grad_() for t in ours]
     running, expected = ([torch.zeros(3), torch.ones(3)] for _ in range(2))
-    statistics, y, *updated = batch_norm_at_once(operators, kernels)(*found, *running)
-    z = F.batch_norm(plain[0], *expected, *plain[1:], training=True, momentum=0.3)
+    statistics, y, *updated = batch_norm_at_once(operators, kernels)(*ours, *running)
+    z = F.batch_norm(theirs[0], *expected, *theirs[1:], training=True, momentum=0.3)
     gradient = torch.rand(4, 3, 6, 5)
     y.backward(gradient)
     z.backward(gradient)
     assert statistics is None and all(a is b for a, b in zip(updated, running, strict=True))
     assert isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction) != by_torch
-    gradients = [[t.grad for t in operands] for operands in (found, plain)]
+    gradients = [[t.grad for t in operands] for operands in (ours, theirs)]
     torch.testing.assert_close([y, *running, *gradients[0]], [z, *expected, *gradients[1]])
 
 

@@ -156,7 +156,7 @@ class _Stages:
     def beside(self, computed: set[str]) -> tuple[str, ...]:
         """Operators that trained weights lead to and nothing that their stage receives, unless one operator alone, of
         that stage, reads them. ``computed``: what depends on weights."""
-        found = []
+        names = []
         for stage in range(1, len(self.modules)):
             reached: set[str] = set()
             for op, path, home in zip(self.graph.operators, self.paths, self.stage_of, strict=True):
@@ -166,10 +166,11 @@ class _Stages:
                     if not reached.isdisjoint(op.inputs):
                         reached.update(op.outputs)
                     elif path and not computed.isdisjoint(op.outputs) and not self._read_once(op, stage):
-                        found.append(op.name)
-        return tuple(found)
+                        names.append(op.name)
+        return tuple(names)
 
     def _read_once(self, op: Operator, stage: int) -> bool:
+        """Whether a single operator, of that stage or of no module, reads what ``op`` makes."""
         readers = [i for name in op.outputs for i, _ in self.graph.consumers[name]]
         return len(readers) == 1 and (not self.paths[readers[0]] or self.stage_of[readers[0]] == stage)
 

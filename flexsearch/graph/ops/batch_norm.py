@@ -297,11 +297,11 @@ def batch_norm_at_once(operators: Sequence[Operator], kernels: Sequence[Kernel])
     output, mean, variance), which are updated in place. ``kernels``: theirs, which are faster where channels do not
     come last."""
     momentum = float(str(operators[2].attributes["momentum"])) if len(operators) > 2 else 0.0
-    return _at_once(operators[1], kernels, momentum, told=len(operators) == 2)
+    return _at_once(operators[1], kernels, momentum)
 
 
-def _at_once(op: Operator, kernels: Sequence[Kernel], momentum: float, told: bool) -> Kernel:
-    """:func:`batch_norm_at_once` of the normalisation ``op``. ``told``: whether anybody reads the statistics."""
+def _at_once(op: Operator, kernels: Sequence[Kernel], momentum: float) -> Kernel:
+    """:func:`batch_norm_at_once` of the normalisation ``op``."""
     from flexsearch.graph.ops import norm_functions as functions
 
     statistics, normalise, *running = kernels
@@ -313,12 +313,12 @@ def _at_once(op: Operator, kernels: Sequence[Kernel], momentum: float, told: boo
         half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
         if half or (single and (x.is_cuda or functions.channels_last(x))):
             weight, bias = (*(t.float() for t in affine), None, None)[:2]
-            if not told and functions.by_torch(x):
-                mean, var = buffers or (None, None)
+            if running and functions.by_torch(x):
+                mean, var = buffers
                 out = torch.batch_norm(x, weight, bias, mean, var, True, momentum, eps, torch.backends.cudnn.enabled)
-                return None, out, *buffers
-            both, out = functions.BatchNorm.apply(x, weight, bias, eps, told, momentum, *buffers)  # type: ignore
-            return (None, out, *buffers) if running else (both[None] if told and grouped else both, out)
+                return None, out, mean, var
+            both, out = functions.BatchNorm.apply(x, weight, bias, eps, momentum, *buffers)  # type: ignore
+            return (None, out, *buffers) if running else (both[None] if grouped else both, out)
         made = statistics(x)
         out = normalise(x, made, *affine)
         if not running:
@@ -335,14 +335,16 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
     piece's own.
 
     By all samples it takes statistics and updates running ones with the normalisation (:func:`batch_norm_at_once`). By
-    some of them it has three kernels; what updating takes is then measured with the statistics: the sizes of
-    ``batch_norm_running`` do not tell which of the two it is, so that it counts as nothing."""
+    some of them it has three kernels. What updating takes is then measured with the statistics, and nothing is left for
+    ``batch_norm_running``, whose sizes do not tell the two apart. Statistics that nobody keeps are measured as if they
+    were kept."""
     if op.kind == "batch_norm_running":
         return lambda _, *buffers: buffers
     if op.kind not in ("batch_statistics", "batch_norm"):
         return kernel
     others = {axis: size for axis, size in op.sizes.items() if axis not in ("c", "g")}
     whole = all(extents[axis] == size for axis, size in others.items()) and extents.get("g", 1) == 1
+    update: Kernel = partial(_updated, momentum=0.1, unbiased=1.0)  # of any figures: they take as long
     buffers: list[Tensor] = []
 
     def running(x: Tensor) -> list[Tensor]:
@@ -355,10 +357,9 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
             return _reading_any(lambda x: x.new_zeros((*([1] * _grouped(op)), 2, x.shape[1]), dtype=torch.float64))
 
         def with_running(x: Tensor) -> Tensor:
-            made: Tensor = kernel(x)
-            mean, var = running(x)
-            _updated(made, mean, var, momentum=0.1, unbiased=1.0)
-            return made
+            both: Tensor = kernel(x)
+            update(both, *running(x))
+            return both
 
         return _reading_any(with_running)
     if not whole:
@@ -369,5 +370,5 @@ def normalising(op: Operator, extents: Mapping[str, int], kernel: Kernel) -> Ker
         both: Tensor = Statistics.apply(x, x.numel() // x.shape[1])  # type: ignore[no-untyped-call]
         return both[None] if _grouped(op) else both
 
-    joined = _at_once(op, [statistics, kernel, partial(_updated, momentum=0.1, unbiased=1.0)], 0.1, told=False)
+    joined = _at_once(op, [statistics, kernel, update], momentum=0.1)
     return _reading_any(lambda x, _, *affine: joined(x, *affine, *running(x))[1])

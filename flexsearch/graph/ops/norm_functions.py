@@ -117,21 +117,20 @@ class Normalise(torch.autograd.Function):
 
 
 def by_torch(x: Tensor) -> bool:
-    """Whether PyTorch's own node of autograd normalises ``x`` by all samples, if nobody reads the statistics. On a GPU,
-    a node in Python (:class:`BatchNorm`) takes the host tens of microseconds more; on a CPU, PyTorch's is ten times as
-    slow where the gradient is laid out differently."""
+    """Whether PyTorch's own node of autograd normalises ``x`` and updates running statistics. On a GPU a node in Python
+    (:class:`BatchNorm`) takes the host longer; on a CPU PyTorch's is ten times as slow where the gradient is laid out
+    differently."""
     return x.is_cuda
 
 
 class BatchNorm(torch.autograd.Function):
     """Statistics and normalisation in one, where a device has the whole batch (or group) of its channels, by the
-    library that PyTorch's own layer takes, which reads x less often. ``told``: whether the first result is the
-    statistics. They have no gradient; only running ones may read them. ``running``: mean and variance, which are
-    updated in place."""
+    library that PyTorch's own layer takes, which reads x less often. The first result is the statistics, which have no
+    gradient. ``running``: mean and variance, which are updated in place; the first result is None then."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, told: bool, momentum: float,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, momentum: float,
         *running: Tensor,
     ) -> tuple[Tensor | None, Tensor]:
         x = _settled(x, x)
@@ -144,7 +143,7 @@ class BatchNorm(torch.autograd.Function):
         out, center, invstd, *reserve = made
         ctx.save_for_backward(x, weight, center, invstd, *reserve)
         ctx.eps = eps
-        if not told:
+        if running:
             return None, out
         wide = center.double()
         statistics = torch.stack((wide, invstd.double().pow(-2) - eps + wide * wide))

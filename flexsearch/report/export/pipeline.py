@@ -171,7 +171,7 @@ TAKE_APART: Final = '''
             elif name in stage_of or not name.startswith(inside) and plain(module) and name not in SHARED:
                 new[id(module)] = module if at == stage else HandOn(module)
         weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
-        part = deepcopy(model, weights[stage] | COPIESnew)
+        part = deepcopy(model, weights[stage] | COPIES | new)
         for name, x in model.named_parameters(remove_duplicate=False):
             if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
                 owner, _, last = name.rpartition(".")
@@ -288,7 +288,7 @@ def _parts(file: File) -> None:
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
     copies = "copies(model, stage) | " if plan.stages.tied else ""
-    for text in (STAND_INS, TAKE_APART.replace("COPIES", copies), PART.replace("OUTPUT", output)):
+    for text in (STAND_INS, TAKE_APART.replace("COPIES | ", copies), PART.replace("OUTPUT", output)):
         file.functions.append(dedent(text).strip())
     if plan.tensor > 1 or plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(dedent(HERE).strip())
