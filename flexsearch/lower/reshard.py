@@ -27,11 +27,12 @@ import numpy as np
 from flexsearch.compiled import U32
 from flexsearch.cost import Profile
 from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
+from flexsearch.direct import direct
 from flexsearch.graph import Box, intersect, volume
-from flexsearch.lower import planner
 from flexsearch.lower.layout import Laid, Layout, Layouts
 from flexsearch.lower.moves import FREE, GIVEN, OWN
 from flexsearch.lower.outline import LOCAL, Details, Outline, details_of, outline_of, rows_of
+from flexsearch.lower.planner import plan
 from flexsearch.lower.workspace import (
     ERROR,
     FIRST,
@@ -43,6 +44,7 @@ from flexsearch.lower.workspace import (
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 
+_plan = direct(plan)
 ROOM = 1 << 14
 """Moves, and rows of links, for which there is room at first."""
 
@@ -87,7 +89,7 @@ class Planner:
             if ranges is not None:
                 for row, values in zip((workspace.groups.first, workspace.groups.end), ranges, strict=True):
                     row[: len(values)] = values
-            planner.plan(self.topology.routes, self.pricing.rates, a, b, mode, np.int64(itemsize), workspace)
+            _plan(self.topology.routes, self.pricing.rates, a, b, mode, np.int64(itemsize), workspace)
             if not workspace.result[FULL]:
                 break
             self._rows *= 2
