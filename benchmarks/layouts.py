@@ -154,7 +154,7 @@ def borders(graph: OperatorGraph, stages: int, seconds: Seconds) -> list[str]:
 
 def _can_cut(graph: OperatorGraph, i: int) -> bool:
     try:
-        stage_modules(graph, [int(k >= i) for k in range(len(graph.operators))], [(0,), (1,)])
+        stage_modules(graph, [int(k >= i) for k in range(len(graph.operators))])
     except StrategyError:
         return False
     return True

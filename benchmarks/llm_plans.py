@@ -94,7 +94,7 @@ again."""
 EXPERT: Final = {
     "llama_7b": FSDP, "llama_70b": PIPELINE, "llama3_8b": FSDP, "llama3_70b": PIPELINE, "llama_405b": DEEP
 }  # fmt: skip
-LLAMA3: Final = {
+LLAMA3: Final[dict[str, tuple[int, dict[str, Any]]]] = {
     "llama3_8b": (32, {"hidden": 4096, "heads": 32, "ffn": 14336}),
     "llama3_70b": (80, {"hidden": 8192, "heads": 64, "ffn": 28672}),
 }

@@ -125,7 +125,7 @@ def _holders(step: Parallel, run: Callable[[], None], at: int) -> dict[str, int]
     top = Counter[str]()
     count, operator = [0], [""]
 
-    class Watched(LiveBytes):
+    class Watched(LiveBytes):  # type: ignore[no-untyped-call]
         """Remembers what there was when most was, and where what is there was made."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -124,6 +124,7 @@ def vgg_rows(data: Path, budget_s: float) -> list[Row]:
     notes["layouts"] = f"{layouts.best.layout.schedule} {_words(layouts.best.pipeline)}"
     say("VGG-16: search over operators")
     operators = search(graph, topology, Costs(graph, topology), PLAIN, budget_s=budget_s)
+    assert operators.strategy.prediction is not None
     plans["operators"] = operators.strategy.prediction.iteration_s
     configs = operators.strategy.in_order(graph)
     notes["operators"] = _runs(graph, configs)

@@ -94,14 +94,17 @@ class Plain:
     compiled: bool = False
     captured: bool = False
     _loaded: Any = field(init=False)
+    _loss: Callable[..., Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         loaded = self._loaded = made(self.case.model, self.device)
+        loss = loaded.loss
+        assert loss is not None
         dtype = AUTOCAST.get(self.precision)
 
         def loss_of(*inputs: Tensor) -> Tensor:
             with torch.autocast(self.device, dtype, enabled=dtype is not None):
-                result: Tensor = loaded.loss(loaded.model(*inputs), loaded.targets)
+                result: Tensor = loss(loaded.model(*inputs), loaded.targets)
                 return result
 
         self._loss = torch.compile(loss_of) if self.compiled else loss_of

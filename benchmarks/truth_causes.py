@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -82,7 +82,8 @@ def causes(rows: list[Scored]) -> list[Row]:
         added = np.array([seconds(row.case, row.predicted_s) for row in rows])
         errors = np.abs((predicted + SCALES[:, None] * added) / measured - 1.0)
         best = int(errors.mean(axis=1).argmin())
-        line: Row = {"cause": name, "scale": float(SCALES[best]), "added_s": float(np.median(SCALES[best] * added))}
+        scale = float(SCALES[best])
+        line: dict[str, Any] = {"cause": name, "scale": scale, "added_s": float(np.median(scale * added))}
         line["mape"] = float(errors[best].mean())
         for degree in sorted(set(degrees.tolist())):
             line[f"tensor_{degree}"] = float(errors[best][degrees == degree].mean())

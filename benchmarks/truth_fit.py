@@ -38,12 +38,12 @@ ROUNDS: Final = 1
 """Linearisations before the last one, from which sizes are left out. A second one changed no figure by 1 % (H100)."""
 THIN: Final = 3
 """``--quick`` takes one row of so many."""
+CODES: Final = {"fsdp": "llm-foundry", "pipelines": "vtrain", "megatron": "megatron"}
 BY: Final[Mapping[str, Callable[[Case], str]]] = {
     "size": lambda case: f"hidden {case.model.hidden}",
     "source": lambda case: CODES[case.table],
 }
 """What is left out in turn: rows of one size of model, or of one source, whose code they are of."""
-CODES: Final = {"fsdp": "llm-foundry", "pipelines": "vtrain", "megatron": "megatron"}
 STUDENT: Final = (3.078, 1.886, 1.638, 1.533, 1.476, 1.440, 1.415, 1.397)
 """90 % of Student's t, with 1 degree of freedom and more."""
 GPUS: Final = {"A100": "a100", "H100": "h100"}
@@ -123,7 +123,7 @@ def rows_of(taught: Taught, current: Sequence[Scored]) -> Iterator[Row]:
     left_out = taught.fitted.left_out
     for part, has in parts:
         some = [k for k, case in enumerate(taught.cases) if has(case)]
-        row: Row = {"gpu": taught.gpu, "part": part, "rows": len(some)}
+        row: dict[str, Any] = {"gpu": taught.gpu, "part": part, "rows": len(some)}
         columns = {"current": now, "in_sample": taught.fitted.after, "left_out": left_out}
         for name, residuals in columns.items():
             row[f"{name}_mape"] = float(np.mean(np.abs(residuals[some])))

@@ -46,4 +46,4 @@ def main(folder: str | None = None, steps: int = 6, batch: int = 4) -> tuple[flo
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if sys.argv[1:] else None)

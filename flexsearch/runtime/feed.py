@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -187,9 +187,11 @@ def batches(order: Sequence[int], size: int, drop_last: bool) -> Iterator[Sequen
             yield batch
 
 
-def load(dataset: Dataset[Any], parts: Iterable[Sequence[int]], options: Mapping[str, Any]) -> Iterator[Any]:
+def load(
+    dataset: Dataset[Any] | Sequence[Any], parts: Iterable[Sequence[int]], options: Mapping[str, Any]
+) -> Iterator[Any]:
     """A rank's part of each batch by a DataLoader; None for a part without samples."""
     indices = [list(part) for part in parts]
-    loader = iter(DataLoader(dataset, batch_sampler=[part for part in indices if part], **options))
+    loader = iter(DataLoader(cast(Dataset[Any], dataset), batch_sampler=[part for part in indices if part], **options))
     for part in indices:
         yield next(loader) if part else None

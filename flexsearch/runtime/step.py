@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -368,8 +368,8 @@ class Parallel:
             yield list(batch[low:high])
 
     def loader(
-        self, dataset: Dataset[Any], *, shuffle: bool = True, seed: int = 0, epoch: int = 0, drop_last: bool = False,
-        **options: Any,
+        self, dataset: Dataset[Any] | Sequence[Any], *, shuffle: bool = True, seed: int = 0, epoch: int = 0,
+        drop_last: bool = False, **options: Any,
     ) -> Iterator[Any]:  # fmt: skip
         """This rank's part of each global batch of a data set, in an order that all ranks draw alike; None for a part
         without samples. Steps and predictions know if the batch fetched last is smaller than the plan's; who fetches
