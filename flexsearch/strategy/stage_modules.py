@@ -29,8 +29,7 @@ class StageModules:
     ``shared``: modules that several stages run, which have no weights. ``tied``: trained weights that several stages
     read, each as its name by stage. ``writable``: modules whose outputs the model itself computes with, outside of the
     modules of stages, so that it may write over them. ``beside``: operators of stages after the first that are computed
-    from weights, and beside what their stage receives. ``outside``: weights that are in no module of a stage, and the
-    stage that reads each."""
+    from weights, and beside what their stage receives."""
 
     modules: tuple[tuple[str, ...], ...] = ()
     entering: tuple[tuple[str, ...], ...] = ()
@@ -39,7 +38,6 @@ class StageModules:
     tied: tuple[dict[int, str], ...] = ()
     writable: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    outside: dict[str, int] = field(default_factory=dict)
 
 
 def stage_modules(graph: OperatorGraph, stage_of: Sequence[int]) -> StageModules:
@@ -70,7 +68,6 @@ def stage_modules(graph: OperatorGraph, stage_of: Sequence[int]) -> StageModules
         _tied(graph, stages),
         stages.writable(),
         stages.beside(computed),
-        stages.outside(),
     )
 
 
@@ -171,16 +168,6 @@ class _Stages:
                     elif path and not computed.isdisjoint(op.outputs) and not self._read_once(op, stage):
                         names.append(op.name)
         return tuple(names)
-
-    def outside(self) -> dict[str, int]:
-        """Weights that are in no module of a stage, and the stage that reads each; but for those that several read."""
-        inside = tuple(f"{module}." for modules in self.modules for module in modules)
-        found = {}
-        for tensor in self.graph.of_kind("parameter"):
-            at = {self.stage_of[reader] for reader, _ in self.graph.consumers[tensor.name]}
-            if len(at) == 1 and not tensor.name.startswith(inside):
-                (found[tensor.name],) = at
-        return found
 
     def _read_once(self, op: Operator, stage: int) -> bool:
         """Whether a single operator, of that stage or of no module, reads what ``op`` makes."""

@@ -160,8 +160,7 @@ TAKE_APART: Final = '''
     def take_apart(model: nn.Module, stage: int, passing: Passing) -> nn.Module:
         """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not
         name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too; those that
-        several stages use, in all. A weight that has another name outside of the modules keeps it where it is; one that
-        is in none of them has values where it is computed with."""
+        several stages use, in all. A weight that has another name outside of the modules keeps it where it is."""
         stage_of = {name: k for k, names in enumerate(STAGES) for name in names}
         new: dict[int, nn.Module] = {}
         at, inside = 0, tuple(f"{name}." for name in stage_of)
@@ -174,14 +173,9 @@ TAKE_APART: Final = '''
         weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
         part = deepcopy(model, weights[stage] | COPIES | new)
         for name, x in model.named_parameters(remove_duplicate=False):
-            owner, _, last = name.rpartition(".")
-            if name.startswith(inside) or id(x) in weights[stage]:
-                continue
-            if any(id(x) in of for of in weights):
+            if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
+                owner, _, last = name.rpartition(".")
                 setattr(part.get_submodule(owner), last, None)
-            elif OUTSIDE.get(name, stage) != stage:
-                delattr(part.get_submodule(owner), last)
-                setattr(part.get_submodule(owner), last, fake().from_tensor(x.detach()).requires_grad_(x.requires_grad))
         return part
 '''
 PART: Final = '''
@@ -290,7 +284,6 @@ def _parts(file: File) -> None:
         f"HANDED = {literal(plan.stages.handed)}  # sizes of a sample of each of their tensors that pass",
         f"SHARED = {names_text(plan.stages.shared)}  # modules that several stages use",
         f"WRITABLE = {names_text(plan.stages.writable)}  # the model computes with what they return",
-        f"OUTSIDE = {literal(plan.stages.outside)}  # weights in none of these modules: the stage that has them",
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
