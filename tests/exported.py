@@ -51,6 +51,7 @@ def build(name: str) -> ZooModel:
         "written between": lambda: called(returns="written"),
         "uncalled": uncalled,
         "one activation": one_activation,
+        "table": table,
     }[name]()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in made.inputs)
     return ZooModel(made.model.double(), inputs, made.targets, made.loss)
@@ -129,6 +130,27 @@ class Calling(nn.Module):
 def called(returns: str = "tensor") -> ZooModel:
     torch.manual_seed(0)
     return ZooModel(Calling(returns), (torch.randn(8, 6),), torch.randint(4, (8,)), nn.functional.cross_entropy)
+
+
+class Table(nn.Module):
+    """Has an embedding that it does not call: it hands the weight to a norm, and what that returns to all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.norm = nn.Embedding(8, 6), nn.LayerNorm(6)
+        self.blocks = nn.ModuleList(Block("tensor") for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.norm(self.positions.weight)
+        for block in self.blocks:
+            x = block(hidden=x, scale=scale)
+        return x
+
+
+def table() -> ZooModel:
+    """As DeBERTa's table of relative positions."""
+    torch.manual_seed(0)
+    return ZooModel(Table(), (torch.randn(8, 8, 6),), torch.randint(6, (8, 6)), nn.functional.cross_entropy)
 
 
 class Uncalled(nn.Module):

@@ -99,6 +99,10 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "written between", layout(graph("written between"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2),
             ('WRITABLE = [f"blocks.{i}"',),
         ),
+        "pipeline x data, a weight that a module gets": (
+            "table", layout(graph("table"), 2, 1, ["blocks.2.layer"], ranks=2, microbatches=2, states=States.WEIGHTS),
+            ('OUTSIDE = {"positions.weight": 0}',),
+        ),
         "data, a layer that is not called": ("uncalled", layout(graph("uncalled"), 4), ("find_unused_parameters",)),
         "pipeline x data, an activation of several layers": (
             "one activation", layout(graph("one activation"), 2, 1, ["layers.2"], ranks=2, microbatches=2),

@@ -27,15 +27,17 @@ class StageModules:
     ones whose outputs it gets. ``handed``: by these modules, the sizes of one sample of each tensor that passes and
     depends on weights.
     ``shared``: modules that several stages run, which have no weights. ``tied``: trained weights that several stages
-    read, each as its name by stage. ``writable``: modules whose outputs the model itself computes with, outside of the
-    modules of stages, so that it may write over them. ``beside``: operators of stages after the first that are computed
-    from weights, and beside what their stage receives."""
+    read, each as its name by stage. ``outside``: weights that are in no module of a stage (a table that the model hands
+    to a module of one), and the stage that reads each. ``writable``: modules whose outputs the model itself computes
+    with, outside of the modules of stages, so that it may write over them. ``beside``: operators of stages after the
+    first that are computed from weights, and beside what their stage receives."""
 
     modules: tuple[tuple[str, ...], ...] = ()
     entering: tuple[tuple[str, ...], ...] = ()
     handed: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
     tied: tuple[dict[int, str], ...] = ()
+    outside: dict[str, int] = field(default_factory=dict)
     writable: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
@@ -66,6 +68,7 @@ def stage_modules(graph: OperatorGraph, stage_of: Sequence[int]) -> StageModules
         {module: tuple(shapes.values()) for module, shapes in handed.items()},
         stages.shared(),
         _tied(graph, stages),
+        stages.outside(),
         stages.writable(),
         stages.beside(computed),
     )
@@ -146,6 +149,13 @@ class _Stages:
         """Modules that compute what is outside of the modules of stages: an activation that several layers use."""
         outside = zip(self.graph.operators, self.paths, strict=True)
         return tuple(dict.fromkeys(op.module for op, path in outside if path == "" and op.module))
+
+    def outside(self) -> dict[str, int]:
+        """Weights in no module of a stage that operators of one stage read."""
+        inside = tuple(f"{name}." for names in self.modules for name in names)
+        weights = [t.name for t in self.graph.of_kind("parameter") if not t.name.startswith(inside)]
+        readers = {name: {self.stage_of[reader] for reader, _ in self.graph.consumers[name]} for name in weights}
+        return {name: stages.pop() for name, stages in readers.items() if len(stages) == 1}
 
     def writable(self) -> tuple[str, ...]:
         """Modules whose outputs operators read that are in no module of one stage."""

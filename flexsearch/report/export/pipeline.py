@@ -160,7 +160,8 @@ TAKE_APART: Final = '''
     def take_apart(model: nn.Module, stage: int, passing: Passing) -> nn.Module:
         """The model with the modules of one stage alone; these are not copied. Plain modules that the plan does not
         name, as they change nothing at its sizes or are computed with the loss, are left in one stage, too; those that
-        several stages use, in all. A weight that has another name outside of the modules keeps it where it is."""
+        several stages use, in all. A weight that is, or has another name, outside of the modules stays in the stages
+        that read it; in others it is NaN, and no parameter, so that each weight that is saved has been trained."""
         stage_of = {name: k for k, names in enumerate(STAGES) for name in names}
         new: dict[int, nn.Module] = {}
         at, inside = 0, tuple(f"{name}." for name in stage_of)
@@ -172,10 +173,14 @@ TAKE_APART: Final = '''
                 new[id(module)] = module if at == stage else HandOn(module)
         weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
         part = deepcopy(model, weights[stage] | COPIES | new)
+        elsewhere = {i for of in weights for i in of} - weights[stage].keys()
+        elsewhere |= {id(model.get_parameter(name)) for name, home in OUTSIDE.items() if home != stage}
         for name, x in model.named_parameters(remove_duplicate=False):
-            if not name.startswith(inside) and id(x) not in weights[stage] and any(id(x) in of for of in weights):
+            if not name.startswith(inside) and id(x) in elsewhere:
                 owner, _, last = name.rpartition(".")
-                setattr(part.get_submodule(owner), last, None)
+                delattr(part.get_submodule(owner), last)
+                nan = torch.full((), float("nan"), dtype=x.dtype, device=x.device).expand(x.shape)
+                setattr(part.get_submodule(owner), last, nan.requires_grad_(x.requires_grad))
         return part
 '''
 PART: Final = '''
@@ -284,6 +289,7 @@ def _parts(file: File) -> None:
         f"HANDED = {literal(plan.stages.handed)}  # sizes of a sample of each of their tensors that pass",
         f"SHARED = {names_text(plan.stages.shared)}  # modules that several stages use",
         f"WRITABLE = {names_text(plan.stages.writable)}  # the model computes with what they return",
+        f"OUTSIDE = {literal(plan.stages.outside)}  # weights in no module of a stage, and the stage that reads each",
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
