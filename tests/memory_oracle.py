@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from flexsearch.cost.updates import state_bytes
-from flexsearch.graph import Box, Flow, Tensor, volume
+from flexsearch.graph import Box, Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
@@ -270,8 +270,7 @@ class _Walk:
         """What attention on a CPU makes as wide as queries and keys, of values that are not, in each of its passes.
         ``made``: bytes of its result."""
         op, tensor = self.graph.operators[i], self.graph.tensor
-        plain = op.kind == "attention" and not op.attributes.get("dropout") and not op.attributes.get("grouped")
-        if not plain or self.lowered.topology.devices[device].kind != "cpu" or len(tensor[op.outputs[0]].shape) != 4:
+        if not _attends(self.graph, i) or self.lowered.topology.devices[device].kind != "cpu":
             return
         boxes, itemsize = self.lowered.placed[i].placement.pieces[place].inputs[:2], tensor[op.inputs[0]].itemsize
         q, k = (volume(box) * itemsize for box in boxes if box is not None)
@@ -324,7 +323,12 @@ class _Walk:
                 made = late if tensor.kind == "parameter" else now
                 for piece, device in zip(placement.pieces, placement.devices, strict=True):
                     box = piece.inputs[p]
-                    if box is None or (e, device) not in given:
+                    if box is None:
+                        continue
+                    if (e, device) not in given:
+                        together = {(lowered.edge_of[i, q], device) for q in range(3)} if _attends(graph, i) else set()
+                        if given & together and p < 3 and lowered.edges[e].readers[-1] == (i, p):
+                            self._new(device, volume(box) * tensor.itemsize, "activations", now[device])
                         continue
                     if (e, device) in gradient:
                         gradient[e, device].until(made[device])
@@ -577,6 +581,13 @@ class _Walk:
                 columns = (blocks.backward_of,) if late and not again else columns
                 found.append(min(int(column[i]) for column in columns))
         return min(found)
+
+
+def _attends(graph: OperatorGraph, i: int) -> bool:
+    """Whether an operator is attention of one kernel, which makes gradients of all three operands or of none."""
+    op = graph.operators[i]
+    plain = op.kind == "attention" and not op.attributes.get("dropout") and not op.attributes.get("grouped")
+    return plain and len(graph.tensor[op.outputs[0]].shape) == 4
 
 
 def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:

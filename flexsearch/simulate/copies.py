@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.compiled import ONE, THREE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.bucket import find_bucket
 from flexsearch.lower.footprints import (
@@ -353,6 +353,24 @@ def _note_used(sources: Sources, need: Any, template: Any, before: Any, spans: S
 
 
 @lean
+def _made_with_others(sources: Sources, state: State, slot: Any, d: Any) -> Any:
+    """Whether a device makes the gradient that it does not use of what a slot reads: one kernel makes three."""
+    wiring, layouts, landings = sources.wiring, sources.layouts, sources.landings
+    if sources.units.attends[np.uint64(wiring.slot_operator[slot])] == 0 or wiring.slot_position[slot] > 2:
+        return False
+    query = slot - np.uint64(wiring.slot_position[slot])
+    for other in range(query, query + THREE):
+        leader = np.uint64(state.leader[other])
+        need, template = np.uint64(state.need[leader]), np.uint64(state.backward[leader])
+        device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
+        first = np.uint64(landings.used_first[template])
+        for k in range(entries_of(layouts, need) if template > ZERO else ZERO):
+            if np.uint64(layouts.device[device + k]) == d and landings.used[first + k] == 1:
+                return True
+    return False
+
+
+@lean
 def differentiate(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, before: Any, itemsize: Any, part: Any,
     spans: Spans,
@@ -362,7 +380,7 @@ def differentiate(
     they are complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
-    latest, through = ZERO, ZERO
+    latest, through, made = ZERO, ZERO, slot
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
@@ -371,7 +389,7 @@ def differentiate(
                 through = ZERO
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
-            latest = reader
+            latest, made = reader, other
     begin, now = computing(blocks[latest]), computing(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
@@ -381,9 +399,13 @@ def differentiate(
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
     for row in range(entries_of(layouts, need)):
         d, handle = np.uint64(layouts.device[first + row]), ZERO
-        if d >= np.uint64(spans.reads.shape[0]) or spans.reads[d] == 0:
+        if d >= np.uint64(spans.reads.shape[0]):
             continue
         nbytes = layouts.volume[entry + row] * itemsize
+        if spans.reads[d] == 0:
+            if part == ACTIVATIONS and _made_with_others(sources, state, made, d):
+                add(spans, d, nbytes, part, begin, begin)
+            continue
         if through == ONE:
             for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
                 arrived = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
