@@ -26,7 +26,7 @@ class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not), or from then on, if it is ``added`` there. ``cut``: the task behind which, before
     the next one, a part is cut out, which is the begin or the end (-1: none); ``left``: likewise, from which a copy is
-    cut. ``joined``: the task right before which it is put together; ``used_up``: that right before which something is
+    cut. ``joined``: the moment (``put_together``) in which it is put together; ``used_up``: that in which something is
     put together from it (-1: none)."""
 
     __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "left", "nbytes", "part", "used_up")
@@ -312,7 +312,7 @@ class _Walk:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
                             if op.half == "inputs":  # an operand's gradient is the same memory from there on
-                                span.used_up = max(span.used_up, now[device])
+                                span.used_up = max(span.used_up, put_together(lowered, now[device]))
                             else:
                                 span.until(late[device])
                             of_output[device] = home[name, device]
@@ -360,7 +360,7 @@ class _Walk:
                             continue
                         if receives:  # added where it is put together
                             crossed = [t for x in range(2) for t in self.crossing.get(("backward", e, x, d), ())]
-                            span.used_up = max(self._unpacked("backward", e, d, t) for t in crossed)
+                            span.used_up = max(self._joined("backward", e, d, t) for t in crossed)
                         elif d in mine and total.first > now[d]:
                             total.first, total.joined = now[d], -1
                         if summed and (span.joined >= 0 if receives else d in mine and copied):
@@ -456,7 +456,7 @@ class _Walk:
             if not sent and now is not None and device not in plan.aliased and device in made:
                 span.left = max(span.left, now[device])
             if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
-                span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
+                span.used_up = max(span.used_up, *(self._joined(purpose, key, device, t) for t in sent))
 
     def _arrive(
         self, purpose: str, key: int, plan: Reshard, tensor: Tensor, part: Part, born: Mapping[int, int],
@@ -476,7 +476,7 @@ class _Walk:
                 middle.until(max(second, default=first))
                 arriving = plan.staged[1].get(device, 0)
                 if purpose != "synchronise" and 0 < arriving < _sizes(plan.destination, 1).get(device, 0):
-                    middle.used_up = max(self._unpacked(purpose, key, device, t) for t in second)
+                    middle.used_up = max(self._joined(purpose, key, device, t) for t in second)
                 if purpose == "synchronise" and (purpose, key, 1, device) in self.crossing:
                     self._until_added(key, middle)
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
@@ -500,20 +500,25 @@ class _Walk:
         joined = self._receive(purpose, key, plan, tensor.itemsize)
         for device, task in joined.items():
             if device in result and task > result[device].first:
-                result[device].joined, result[device].first = task, task
+                result[device].joined, result[device].first = put_together(self.lowered, task), task
         return result
 
     def _put_together(self, key: int, plan: Reshard, device: int, result: Span, itemsize: int) -> None:
         """Begin a gradient as it is stored where it is added, if it is put together there: behind two phases, or of
-        several parts. The device's own part is there until then."""
-        arriving = self._arriving(plan, device) * itemsize
+        several parts. The device's own part is there until then, or if it is as large, until right before that."""
         if ("synchronise", key, 1, device) in self.crossing:
             self._until_added(key, result, True)
-        elif arriving:
+        elif len(plan.phases) == 1 and plan.staged[0].get(device, 0):
+            arriving = self._arriving(plan, device) * itemsize
             if result.nbytes > arriving:
                 own = self._new(device, result.nbytes - arriving, "gradients", result.first)
                 own.cut = result.cut
-                self._until_added(key, own)
+                if arriving:
+                    self._until_added(key, own)
+                elif self.lowered.weights[key].plan.states > States.WHOLE:
+                    own.used_up = 3 * self._next_but_one(min(self._crossing_of(key)))
+                else:
+                    own.used_up = put_together(self.lowered, self._update(device))
             result.cut = -1
             self._until_added(key, result, True)
 
@@ -541,7 +546,8 @@ class _Walk:
                         if purpose == "synchronise":
                             buffer.until(used)
                         elif used > max(tasks):
-                            buffer.used_up = joined[device] = max(joined.get(device, 0), used)
+                            joined[device] = max(joined.get(device, 0), used)
+                            buffer.used_up = put_together(self.lowered, joined[device])
         return joined
 
     def _next_but_one(self, task: int) -> int:
@@ -566,6 +572,10 @@ class _Walk:
             reads = (t for t in range(task + 1, len(rows)) if rows[t].block >= block and not rows[t].communicates)
             return next(reads, task)
         return self.used.get((task, device), task)
+
+    def _joined(self, purpose: str, key: int, device: int, task: int) -> int:
+        """The moment in which what a communication brings is put together."""
+        return put_together(self.lowered, self._unpacked(purpose, key, device, task))
 
     def _first_read(self, edge: int, again: bool) -> int:
         """The first block that reads a weight that is gathered (``again``) with that of an edge."""

@@ -112,6 +112,7 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("mlp", 2, 1),  # parts cut out of gradients of several weights, one by one
         ("mlp", 12, 4),  # gradients kept in parts: messages count when they are sent
         ("images", 0, 0),  # the last bucket of a microbatch
+        ("images", 4, 6),  # a part of a gradient that stays, until what arrives is added to it
         ("images", 8, 2),  # what is sent is waited for; two phases put together where the block before runs elsewhere
         ("images", 12, 2),  # a part of a gradient is cut out behind the pass that makes it
         ("images", 16, 2),  # what a stage receives goes before its first pass computes

@@ -290,8 +290,8 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
     """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
     none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
     cuts out what stays, unless it sends the rest; ``when``: ``Exchanged``. The layout in between is put together before
-    the second phase, from which on it is kept, and the gradient when it is used, but where a part of the device's own
-    is as large: what arrives is added to that."""
+    the second phase, from which on it is kept, and the gradient when it is used: until then there is what the device
+    keeps of its own."""
     d, role = np.uint64(landings.device[row]), landings.role[row]
     twice, copy, staged = role & TAKES_PART_AGAIN != 0, landings.copy[row], landings.staged[row]
     begin = when.sent if role & SENDS else born
@@ -309,11 +309,22 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
         return ZERO
     if twice:
         begin = when.again if when.carried else max(when.used, when.again)
-    elif staged > 0 and role & OWN == 0 and not when.carried:
-        if copy > staged:
-            add(spans, d, copy - staged, GRADIENTS, begin, when.used)
+    elif staged > 0 and not when.carried and (role & OWN == 0 or landings.middle[row] == 0):
+        # What the device keeps of its own: what arrives is added to that, or put beside it.
+        stays = copy if role & OWN else max(np.int64(0), copy - staged)
+        if stays > 0:
+            add(spans, d, stays, GRADIENTS, begin, when.used - (ONE if role & OWN else ZERO))
         begin = when.used
     return add(spans, d, copy, GRADIENTS, begin, begin)
+
+
+@lean
+def stays_of(landings: Landings, row: Any) -> Any:
+    """Bytes of the part of a weight's gradient that a device keeps of what its own pieces make."""
+    if landings.middle[row] > 0:
+        return landings.middle[row]
+    own = landings.role[row] & OWN
+    return landings.copy[row] if own else max(np.int64(0), landings.copy[row] - landings.staged[row])
 
 
 @lean
@@ -322,9 +333,7 @@ def message_bytes(landings: Landings, row: Any, gradient: Any, shared: Any) -> A
     another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
     that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
     (``shared``, as in ``Units``) they take memory that the messages count."""
-    role, stays = landings.role[row], landings.middle[row]
-    if stays == 0:
-        stays = landings.copy[row] if role & OWN else max(np.int64(0), landings.copy[row] - landings.staged[row])
+    role, stays = landings.role[row], stays_of(landings, row)
     if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or gradient <= stays:
         return np.int64(0)
     return gradient - stays - (stays if shared == CUT_LATER else np.int64(0))

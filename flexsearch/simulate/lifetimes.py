@@ -46,9 +46,9 @@ it reads is put together (number 3 * block), it computes (3 * block + 1), and it
   (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
   stored: from that communication to the update, or from where it is added, if it is put together there: behind two
-  phases, or of parts of which the device's own is not as large (that part is there until then). Where a part stays and
-  nothing is sent, the part is cut out behind the backward, or with the synchronisation if gradients are summed over the
-  microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
+  phases, or of parts (the device's own is there until then, or if it is as large, until right before). Where a part
+  stays and nothing is sent, it is cut out behind the backward, or with the synchronisation if gradients are summed over
+  the microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
   communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
   with several microbatches to the sum, which is there from the first one on. What the last buckets of a stage bring is
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
