@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from flexsearch.cost.updates import state_bytes
-from flexsearch.graph import Box, Flow, Tensor, volume
+from flexsearch.graph import Box, Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
 from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
@@ -26,7 +26,7 @@ class Span:
     """Bytes on a device, alive from task ``first`` to task ``last``, both included; and until ``block`` begins to send,
     if that is later (0: it is not), or from then on, if it is ``added`` there. ``cut``: the task behind which, before
     the next one, a part is cut out, which is the begin or the end (-1: none); ``left``: likewise, from which a copy is
-    cut. ``joined``: the task right before which it is put together; ``used_up``: that right before which something is
+    cut. ``joined``: the moment (``put_together``) in which it is put together; ``used_up``: that in which something is
     put together from it (-1: none)."""
 
     __slots__ = ("added", "block", "cut", "device", "first", "joined", "last", "left", "nbytes", "part", "used_up")
@@ -270,8 +270,7 @@ class _Walk:
         """What attention on a CPU makes as wide as queries and keys, of values that are not, in each of its passes.
         ``made``: bytes of its result."""
         op, tensor = self.graph.operators[i], self.graph.tensor
-        plain = op.kind == "attention" and not op.attributes.get("dropout") and not op.attributes.get("grouped")
-        if not plain or self.lowered.topology.devices[device].kind != "cpu" or len(tensor[op.outputs[0]].shape) != 4:
+        if not _attends(self.graph, i) or self.lowered.topology.devices[device].kind != "cpu":
             return
         boxes, itemsize = self.lowered.placed[i].placement.pieces[place].inputs[:2], tensor[op.inputs[0]].itemsize
         q, k = (volume(box) * itemsize for box in boxes if box is not None)
@@ -313,7 +312,7 @@ class _Walk:
                     for device in placement.devices:
                         if (span := arrived.get((e, device))) is not None:
                             if op.half == "inputs":  # an operand's gradient is the same memory from there on
-                                span.used_up = max(span.used_up, now[device])
+                                span.used_up = max(span.used_up, put_together(lowered, now[device]))
                             else:
                                 span.until(late[device])
                             of_output[device] = home[name, device]
@@ -324,7 +323,12 @@ class _Walk:
                 made = late if tensor.kind == "parameter" else now
                 for piece, device in zip(placement.pieces, placement.devices, strict=True):
                     box = piece.inputs[p]
-                    if box is None or (e, device) not in given:
+                    if box is None:
+                        continue
+                    if (e, device) not in given:
+                        together = {(lowered.edge_of[i, q], device) for q in range(3)} if _attends(graph, i) else set()
+                        if given & together and p < 3 and lowered.edges[e].readers[-1] == (i, p):
+                            self._new(device, volume(box) * tensor.itemsize, "activations", now[device])
                         continue
                     if (e, device) in gradient:
                         gradient[e, device].until(made[device])
@@ -356,7 +360,7 @@ class _Walk:
                             continue
                         if receives:  # added where it is put together
                             crossed = [t for x in range(2) for t in self.crossing.get(("backward", e, x, d), ())]
-                            span.used_up = max(self._unpacked("backward", e, d, t) for t in crossed)
+                            span.used_up = max(self._joined("backward", e, d, t) for t in crossed)
                         elif d in mine and total.first > now[d]:
                             total.first, total.joined = now[d], -1
                         if summed and (span.joined >= 0 if receives else d in mine and copied):
@@ -452,7 +456,7 @@ class _Walk:
             if not sent and now is not None and device not in plan.aliased and device in made:
                 span.left = max(span.left, now[device])
             if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
-                span.used_up = max(span.used_up, *(self._unpacked(purpose, key, device, t) for t in sent))
+                span.used_up = max(span.used_up, *(self._joined(purpose, key, device, t) for t in sent))
 
     def _arrive(
         self, purpose: str, key: int, plan: Reshard, tensor: Tensor, part: Part, born: Mapping[int, int],
@@ -472,7 +476,7 @@ class _Walk:
                 middle.until(max(second, default=first))
                 arriving = plan.staged[1].get(device, 0)
                 if purpose != "synchronise" and 0 < arriving < _sizes(plan.destination, 1).get(device, 0):
-                    middle.used_up = max(self._unpacked(purpose, key, device, t) for t in second)
+                    middle.used_up = max(self._joined(purpose, key, device, t) for t in second)
                 if purpose == "synchronise" and (purpose, key, 1, device) in self.crossing:
                     self._until_added(key, middle)
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
@@ -496,20 +500,25 @@ class _Walk:
         joined = self._receive(purpose, key, plan, tensor.itemsize)
         for device, task in joined.items():
             if device in result and task > result[device].first:
-                result[device].joined, result[device].first = task, task
+                result[device].joined, result[device].first = put_together(self.lowered, task), task
         return result
 
     def _put_together(self, key: int, plan: Reshard, device: int, result: Span, itemsize: int) -> None:
         """Begin a gradient as it is stored where it is added, if it is put together there: behind two phases, or of
-        several parts. The device's own part is there until then."""
-        arriving = self._arriving(plan, device) * itemsize
+        several parts. The device's own part is there until then, or if it is as large, until right before that."""
         if ("synchronise", key, 1, device) in self.crossing:
             self._until_added(key, result, True)
-        elif arriving:
+        elif len(plan.phases) == 1 and plan.staged[0].get(device, 0):
+            arriving = self._arriving(plan, device) * itemsize
             if result.nbytes > arriving:
                 own = self._new(device, result.nbytes - arriving, "gradients", result.first)
                 own.cut = result.cut
-                self._until_added(key, own)
+                if arriving:
+                    self._until_added(key, own)
+                elif self.lowered.weights[key].plan.states > States.WHOLE:
+                    own.used_up = 3 * self._next_but_one(min(self._crossing_of(key)))
+                else:
+                    own.used_up = put_together(self.lowered, self._update(device))
             result.cut = -1
             self._until_added(key, result, True)
 
@@ -537,7 +546,8 @@ class _Walk:
                         if purpose == "synchronise":
                             buffer.until(used)
                         elif used > max(tasks):
-                            buffer.used_up = joined[device] = max(joined.get(device, 0), used)
+                            joined[device] = max(joined.get(device, 0), used)
+                            buffer.used_up = put_together(self.lowered, joined[device])
         return joined
 
     def _next_but_one(self, task: int) -> int:
@@ -563,6 +573,10 @@ class _Walk:
             return next(reads, task)
         return self.used.get((task, device), task)
 
+    def _joined(self, purpose: str, key: int, device: int, task: int) -> int:
+        """The moment in which what a communication brings is put together."""
+        return put_together(self.lowered, self._unpacked(purpose, key, device, task))
+
     def _first_read(self, edge: int, again: bool) -> int:
         """The first block that reads a weight that is gathered (``again``) with that of an edge."""
         blocks, graph = self.lowered.rows.blocks, self.graph
@@ -577,6 +591,13 @@ class _Walk:
                 columns = (blocks.backward_of,) if late and not again else columns
                 found.append(min(int(column[i]) for column in columns))
         return min(found)
+
+
+def _attends(graph: OperatorGraph, i: int) -> bool:
+    """Whether an operator is attention of one kernel, which makes gradients of all three operands or of none."""
+    op = graph.operators[i]
+    plain = op.kind == "attention" and not op.attributes.get("dropout") and not op.attributes.get("grouped")
+    return plain and len(graph.tensor[op.outputs[0]].shape) == 4
 
 
 def _sizes(layout: Layout, itemsize: int) -> dict[int, int]:

@@ -35,7 +35,7 @@ from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from tests.memory_oracle import Span as TaskSpan
-from tests.memory_oracle import put_together, spans_of_tasks
+from tests.memory_oracle import spans_of_tasks
 from tests.memory_spans import Span, spans_of
 from tests.proposals import propose
 from tests.random_strategies import strategies
@@ -108,8 +108,8 @@ def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
     block = 3 * span.block + 1
     first, last = block if span.added else moments[span.first], max(moments[span.last], block if span.block else 0)
-    first = put_together(lowered, span.joined) if span.joined >= 0 else first
-    last = max(last, put_together(lowered, span.used_up)) if span.used_up >= 0 else last
+    first = span.joined if span.joined >= 0 else first
+    last = max(last, span.used_up)
     last = max(last, moments[span.left] // 3 * 3 + 2) if span.left >= 0 else last
     if span.cut < 0:
         return first, last

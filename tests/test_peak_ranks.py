@@ -102,6 +102,8 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("decoder", 12, 0),  # halves of a backward pass that keep parts of values
         ("decoder", 9, 3),  # gradients of parts of a value, added in the memory of their sum
         ("decoder", 14, 4),  # two phases, of the first of which a part stays
+        ("decoder", 18, 3),  # attention's kernel makes gradients that another replica is left to send
+        ("decoder", 13, 3),  # what the first of two phases leaves, cut from all that is there
         ("mlp", 16, 0),  # weights gathered far ahead
         ("mlp", 2, 2),  # weights gathered again for each microbatch
         ("mlp", 18, 0),  # gradients kept in parts beside gradients that are kept whole
@@ -110,6 +112,7 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("mlp", 2, 1),  # parts cut out of gradients of several weights, one by one
         ("mlp", 12, 4),  # gradients kept in parts: messages count when they are sent
         ("images", 0, 0),  # the last bucket of a microbatch
+        ("images", 4, 6),  # a part of a gradient that stays, until what arrives is added to it
         ("images", 8, 2),  # what is sent is waited for; two phases put together where the block before runs elsewhere
         ("images", 12, 2),  # a part of a gradient is cut out behind the pass that makes it
         ("images", 16, 2),  # what a stage receives goes before its first pass computes

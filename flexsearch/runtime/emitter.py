@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Lowered
 from flexsearch.runtime.fusion import Fusion
 from flexsearch.runtime.instructions import (
@@ -115,7 +114,7 @@ class Emitter:
                 received[x] = task, member, self.wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
         adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
-        owns = last and (transport in self.transports.again or self._saved(transport, received))
+        owns = transport in self.transports.again or self._lives(transport, received, last)
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def wait(self, task: int) -> Slot:
@@ -137,22 +136,22 @@ class Emitter:
         if parts:
             self.emit(Keep(transport, parts))
 
-    def _saved(self, transport: Transport, received: Mapping[int, tuple[int, int, Slot]]) -> bool:
-        """Whether kernels read an activation that the transport brings, and may save it, or the second half of a
-        backward pass waits for the gradient that it brings, or it is a weight's gradient, or a weight that came in a
-        message with others: views would keep all that they are cut from. Sums of a bucket stay together."""
+    def _lives(self, transport: Transport, received: Mapping[int, tuple[int, int, Slot]], last: bool) -> bool:
+        """Whether what a phase brings, the ``last`` one or not, may live longer than what it is cut from: kernels read
+        an activation, or a view of it, and may save that, or the second half of a backward pass waits for the gradient,
+        or it is a weight's gradient, or a weight that came in a message with others, or another phase follows. Sums of
+        a bucket stay together."""
         if transport.purpose == "synchronise":
             brought = (self.lowered.tasks.communication[task] for task, _, _ in received.values())
             return not any(what is not None and what.sums for what in brought)
         if transport.purpose == "gather":
             return bool(received)
+        if not last:
+            return True
         edge, graph = self.lowered.edges[transport.key], self.lowered.graph
         if transport.purpose == "backward":
             return self.segments[self.fusion.segment_of[graph.producer[edge.tensor]]].halves
-        if transport.purpose not in ("forward", "recompute"):
-            return False
-        operators = [graph.operators[reader] for reader, _ in edge.readers]
-        return graph.tensor[edge.tensor].kind == "activation" and not all(kind_of(op).is_free(op) for op in operators)
+        return graph.tensor[edge.tensor].kind == "activation"
 
     def stored(self, name: str) -> Slot:
         slot = self.slot(Key("home", name))

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from flexsearch.graph import volume
 from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import AwaitSends, Instruction, Post, Program, Start, Update, Wait
 from flexsearch.runtime.liveness import ahead_bytes, received_bytes
 from flexsearch.runtime.tasks import tasks_of
-from flexsearch.simulate.memory import Use, use_of
+from flexsearch.simulate.memory import BLOCK_CELLS, Use, use_of
 
 
 def with_room(program: Program, place: Mapping[int, int]) -> Program:
@@ -34,8 +35,9 @@ def with_room(program: Program, place: Mapping[int, int]) -> Program:
     if not sends and not any(received_bytes(lowered, device, x.task) > ahead for x in rows if isinstance(x, Post)):
         return program
     use = use_of(lowered, device)
-    program = replace(program, instructions=tuple(_posted_later(program, list(_limits(program, use)), ahead, place)))
-    return replace(program, instructions=tuple(_waiting(program, _limits(program, use), ahead)))
+    limits = list(_limits(program, use))
+    program = replace(program, instructions=tuple(_posted_later(program, use, limits, ahead, place)))
+    return replace(program, instructions=tuple(_waiting(program, use, _limits(program, use), ahead)))
 
 
 def sent_bytes(lowered: Lowered, device: int, task: int) -> int:
@@ -53,17 +55,28 @@ def sent_bytes(lowered: Lowered, device: int, task: int) -> int:
     return total
 
 
-def _limits(program: Program, use: Use) -> Iterator[int | None]:
-    """By instruction, so many bytes are left below the peak while it runs; None: that does not matter."""
-    tasks, held = program.lowered.tasks, int(use.after[0])
+class _Limit(NamedTuple):
+    """Of an instruction: the ``first`` and the ``last`` of its cells in the account of memory (or both the last one
+    before it); so many bytes are ``left`` below the peak while it runs."""
+
+    first: int
+    last: int
+    left: int
+
+
+def _limits(program: Program, use: Use) -> Iterator[_Limit | None]:
+    """By instruction; None: that does not matter."""
+    tasks, last = program.lowered.tasks, 0
     for instruction, members in zip(program.instructions, tasks_of(program), strict=True):
         rows = [tasks.identity[t] for t in members]
         places = [use.place[row.microbatch, row.block] for row in rows if (row.microbatch, row.block) in use.place]
         if places:
-            held = int(use.after[max(places) + 3])
-            yield use.peak - int(use.after[min(places) : max(places) + 2].max())
+            first, last = min(places), max(places) + BLOCK_CELLS - 1
+            yield _Limit(first, last, use.peak - int(use.after[first : last - 1].max()))
         elif isinstance(instruction, Post):
-            yield use.peak - held - received_bytes(program.lowered, program.device, instruction.task)
+            early = use.brought(tasks.identity[instruction.task]) > last
+            more = received_bytes(program.lowered, program.device, instruction.task) if early else 0
+            yield _Limit(last, last, use.peak - int(use.after[last]) - more)
         else:
             yield None
 
@@ -72,9 +85,9 @@ def _limits(program: Program, use: Use) -> Iterator[int | None]:
 
 
 def _posted_later(
-    program: Program, limits: Sequence[int | None], ahead: int, place: Mapping[int, int]
+    program: Program, use: Use, limits: Sequence[_Limit | None], ahead: int, place: Mapping[int, int]
 ) -> Iterator[Instruction]:
-    """The instructions, with receives behind what has no room for them."""
+    """The instructions, with receives behind what has no room for them before the account of memory has them."""
     rows = program.instructions
     later: dict[int, list[Instruction]] = {}
     moved = set[int]()
@@ -83,7 +96,9 @@ def _posted_later(
         if nbytes <= ahead:
             continue
         assert isinstance(post, Post)
-        full = [j for j in _before(rows, k, place) if not isinstance(rows[j], Post) and _lacks(limits[j], nbytes)]
+        brought = use.brought(program.lowered.tasks.identity[post.task])
+        others = (j for j in _before(rows, k, place) if not isinstance(rows[j], Post))
+        full = [j for j in others if (at := limits[j]) is not None and at.first < brought and at.left < nbytes]
         if full:
             later.setdefault(full[-1], []).append(post)
             moved.add(k)
@@ -91,10 +106,6 @@ def _posted_later(
         if k not in moved:
             yield instruction
         yield from later.get(k, ())
-
-
-def _lacks(left: int | None, nbytes: int) -> bool:
-    return left is not None and left < nbytes
 
 
 def _before(rows: Sequence[Instruction], k: int, place: Mapping[int, int]) -> Iterator[int]:
@@ -113,17 +124,24 @@ def _before(rows: Sequence[Instruction], k: int, place: Mapping[int, int]) -> It
 # ---- sends
 
 
-def _waiting(program: Program, limits: Iterator[int | None], ahead: int) -> Iterator[Instruction]:
+def _waiting(program: Program, use: Use, limits: Iterator[_Limit | None], ahead: int) -> Iterator[Instruction]:
     """The instructions, with those that wait where more may be under way than is left."""
-    rows, under_way = program.instructions, 0
-    for k, (instruction, left) in enumerate(zip(rows, limits, strict=True)):
-        most = ahead if left is None else max(ahead, left)
-        if left is not None and under_way > most and not _posted_ahead(rows, k):
-            yield AwaitSends(most)
-            under_way = most
+    rows, identity, under_way = program.instructions, program.lowered.tasks.identity, 0
+    counted: dict[int, int] = {}
+    """The last cell in which the account of memory still has what is sent -> bytes."""
+    for k, (instruction, limit) in enumerate(zip(rows, limits, strict=True)):
+        most = ahead
+        if limit is not None:
+            there = sum(nbytes for cell, nbytes in counted.items() if cell >= limit.last)
+            most = max(ahead, limit.left + there)
+            if under_way > most and not _posted_ahead(rows, k):
+                yield AwaitSends(most)
+                under_way = most
         if isinstance(instruction, Start):
             sent = sent_bytes(program.lowered, program.device, instruction.task)
             under_way = min(under_way, max(0, ahead - sent)) + sent
+            until = use.brought(identity[instruction.task])
+            counted[until] = counted.get(until, 0) + sent
         elif isinstance(instruction, Wait):
             under_way = min(under_way, ahead)
         yield instruction

@@ -29,8 +29,8 @@ from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.most import most_bytes
 from flexsearch.simulate.spans import BUFFERS, GRADIENTS, Sources, Spans
 
-FOUR: Any = np.uint64(4)
-"""Cells of a block."""
+CELLS: Any = np.uint64(4)
+"""Of a block."""
 
 
 @packed
@@ -147,7 +147,7 @@ def enter(account: Account, sign: Any) -> None:
         if spans.last[s] < spans.first[s]:
             _carry(account, d, begin, end, nbytes, last, spans.part[s] == GRADIENTS)
             continue
-        a, b = begin // FOUR, end // FOUR
+        a, b = begin // CELLS, end // CELLS
         # What begins and ends in passes that every microbatch makes, each has of its own; the rest is there once.
         repeated = schedule.once[a] == 0 and schedule.once[b] == 0
         _change(account, d, begin, nbytes, _which(schedule, a, last, False), repeated)
@@ -177,7 +177,7 @@ def _carry(account: Account, d: Any, begin: Any, end: Any, nbytes: Any, last: An
         if not first and not (beside and which == second):
             _change(account, d, end, -nbytes, which, False)
     blocks = np.uint64(account.schedule.kind.shape[0])
-    _change(account, d, FOUR * blocks - ONE, -nbytes, final, False)
+    _change(account, d, CELLS * blocks - ONE, -nbytes, final, False)
 
 
 @lean
@@ -201,8 +201,8 @@ def _cell(account: Account, d: Any, moment: Any, ends: Any) -> Any:
     block = moment // THREE
     own = np.uint64(account.next_block[np.uint64(account.schedule.group[d]), block])
     if own == block:
-        return FOUR * block + moment % THREE + ends
-    return FOUR * own + ends
+        return CELLS * block + moment % THREE + ends
+    return CELLS * own + ends
 
 
 @lean
@@ -237,8 +237,8 @@ def _peak(account: Account, d: Any) -> Any:
         k = which_cells(schedule, np.uint64(schedule.microbatch[a]))
         first, last = np.uint64(schedule.block_first[a]), np.uint64(schedule.block_last[a])
         if first < last:
-            begin = np.uint64(account.chunk_of[FOUR * first])
-            for c in range(begin, np.uint64(account.chunk_of[FOUR * last - ONE]) + ONE):
+            begin = np.uint64(account.chunk_of[CELLS * first])
+            for c in range(begin, np.uint64(account.chunk_of[CELLS * last - ONE]) + ONE):
                 top = max(top, use + account.high[k, d, c])
                 use += account.net[k, d, c]
     return top

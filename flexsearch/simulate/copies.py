@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.compiled import ONE, THREE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.bucket import find_bucket
 from flexsearch.lower.footprints import (
@@ -290,8 +290,8 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
     """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
     none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
     cuts out what stays, unless it sends the rest; ``when``: ``Exchanged``. The layout in between is put together before
-    the second phase, from which on it is kept, and the gradient when it is used, but where a part of the device's own
-    is as large: what arrives is added to that."""
+    the second phase, from which on it is kept, and the gradient when it is used: until then there is what the device
+    keeps of its own."""
     d, role = np.uint64(landings.device[row]), landings.role[row]
     twice, copy, staged = role & TAKES_PART_AGAIN != 0, landings.copy[row], landings.staged[row]
     begin = when.sent if role & SENDS else born
@@ -309,11 +309,22 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
         return ZERO
     if twice:
         begin = when.again if when.carried else max(when.used, when.again)
-    elif staged > 0 and role & OWN == 0 and not when.carried:
-        if copy > staged:
-            add(spans, d, copy - staged, GRADIENTS, begin, when.used)
+    elif staged > 0 and not when.carried and (role & OWN == 0 or landings.middle[row] == 0):
+        # What the device keeps of its own: what arrives is added to that, or put beside it.
+        stays = copy if role & OWN else max(np.int64(0), copy - staged)
+        if stays > 0:
+            add(spans, d, stays, GRADIENTS, begin, when.used - (ONE if role & OWN else ZERO))
         begin = when.used
     return add(spans, d, copy, GRADIENTS, begin, begin)
+
+
+@lean
+def stays_of(landings: Landings, row: Any) -> Any:
+    """Bytes of the part of a weight's gradient that a device keeps of what its own pieces make."""
+    if landings.middle[row] > 0:
+        return landings.middle[row]
+    own = landings.role[row] & OWN
+    return landings.copy[row] if own else max(np.int64(0), landings.copy[row] - landings.staged[row])
 
 
 @lean
@@ -322,9 +333,7 @@ def message_bytes(landings: Landings, row: Any, gradient: Any, shared: Any) -> A
     another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
     that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
     (``shared``, as in ``Units``) they take memory that the messages count."""
-    role, stays = landings.role[row], landings.middle[row]
-    if stays == 0:
-        stays = landings.copy[row] if role & OWN else max(np.int64(0), landings.copy[row] - landings.staged[row])
+    role, stays = landings.role[row], stays_of(landings, row)
     if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or gradient <= stays:
         return np.int64(0)
     return gradient - stays - (stays if shared == CUT_LATER else np.int64(0))
@@ -353,6 +362,24 @@ def _note_used(sources: Sources, need: Any, template: Any, before: Any, spans: S
 
 
 @lean
+def _made_with_others(sources: Sources, state: State, slot: Any, d: Any) -> Any:
+    """Whether a device makes the gradient that it does not use of what a slot reads: one kernel makes three."""
+    wiring, layouts, landings = sources.wiring, sources.layouts, sources.landings
+    if sources.units.attends[np.uint64(wiring.slot_operator[slot])] == 0 or wiring.slot_position[slot] > 2:
+        return False
+    query = slot - np.uint64(wiring.slot_position[slot])
+    for other in range(query, query + THREE):
+        leader = np.uint64(state.leader[other])
+        need, template = np.uint64(state.need[leader]), np.uint64(state.backward[leader])
+        device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
+        first = np.uint64(landings.used_first[template])
+        for k in range(entries_of(layouts, need) if template > ZERO else ZERO):
+            if np.uint64(layouts.device[device + k]) == d and landings.used[first + k] == 1:
+                return True
+    return False
+
+
+@lean
 def differentiate(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, before: Any, itemsize: Any, part: Any,
     spans: Spans,
@@ -362,7 +389,7 @@ def differentiate(
     they are complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
-    latest, through = ZERO, ZERO
+    latest, through, made = ZERO, ZERO, slot
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
@@ -371,7 +398,7 @@ def differentiate(
                 through = ZERO
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
-            latest = reader
+            latest, made = reader, other
     begin, now = computing(blocks[latest]), computing(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
@@ -381,9 +408,13 @@ def differentiate(
     entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
     for row in range(entries_of(layouts, need)):
         d, handle = np.uint64(layouts.device[first + row]), ZERO
-        if d >= np.uint64(spans.reads.shape[0]) or spans.reads[d] == 0:
+        if d >= np.uint64(spans.reads.shape[0]):
             continue
         nbytes = layouts.volume[entry + row] * itemsize
+        if spans.reads[d] == 0:
+            if part == ACTIVATIONS and _made_with_others(sources, state, made, d):
+                add(spans, d, nbytes, part, begin, begin)
+            continue
         if through == ONE:
             for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
                 arrived = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])

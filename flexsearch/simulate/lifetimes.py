@@ -41,13 +41,14 @@ it reads is put together (number 3 * block), it computes (3 * block + 1), and it
   sum has memory of its own, as it was received, or is larger than what a reader made of it. An operator whose output
   is its input's memory, all of it once, hands its gradient on as it is, and so does one whose weights' gradients
   another makes, to that.
-- Where nothing is made of a gradient, as a replica sends its own, it is not made; and what an operator keeps for that
-  gradient alone (``Units.only_gradient``) goes after its forward.
+- Where nothing is made of a gradient, as a replica sends its own, it is not made, unless attention's
+  kernel makes it with others: then it is there while that runs. What an operator keeps for that gradient alone
+  (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
   stored: from that communication to the update, or from where it is added, if it is put together there: behind two
-  phases, or of parts of which the device's own is not as large (that part is there until then). Where a part stays and
-  nothing is sent, the part is cut out behind the backward, or with the synchronisation if gradients are summed over the
-  microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
+  phases, or of parts (the device's own is there until then, or if it is as large, until right before). Where a part
+  stays and nothing is sent, it is cut out behind the backward, or with the synchronisation if gradients are summed over
+  the microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
   communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
   with several microbatches to the sum, which is there from the first one on. What the last buckets of a stage bring is
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
@@ -287,7 +288,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
         more = besides(units, producer, elements, itemsize)
         if more > 0 and saved > now:
             add(spans, d, more, ACTIVATIONS, now, saved)
-        if units.widens[producer] == 1 and units.cpu[d] == 1:
+        if units.attends[producer] == 1 and units.cpu[d] == 1:
             q, k = _read_elements(sources, config, ZERO, row), _read_elements(sources, config, ONE, row)
             if q > elements:
                 parts = _parts_of(q * itemsize)

@@ -14,8 +14,9 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
+from flexsearch.lower.taskgraph import Row
 from flexsearch.lower.view import Rows
-from flexsearch.simulate.account import Account, enter, which_cells
+from flexsearch.simulate.account import CELLS, Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.recipe_memory import Kept, recipe_spans
@@ -29,6 +30,8 @@ _enter = direct(enter)
 Part = Literal["weights", "gathered", "gradients", "optimizer", "activations", "buffers"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 """In the order of their numbers in ``spans``."""
+BLOCK_CELLS: Final = int(CELLS)
+"""As in ``account``."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,20 @@ class Curve:
 
 class Use(NamedTuple):
     """What a device holds as a step goes on, bytes, without the state of the optimizer. ``after``: each of its cells
-    (``account``); ``place``: by microbatch and block, the number of the first of the block's four cells; ``peak``."""
+    (``account``); ``place``: by microbatch and block, the number of the first of the block's cells; ``peak``."""
 
     after: npt.NDArray[np.int64]
     place: Mapping[tuple[int, int], int]
     peak: int
+
+    def brought(self, row: Row) -> int:
+        """The number of the first cell that has what a communication brings: that with which its block begins to
+        communicate, or where the device does not run that, the first one of the next block that it runs."""
+        own = self.place.get((row.microbatch, row.block))
+        if own is not None:
+            return own + BLOCK_CELLS - 2
+        later = (place for (m, block), place in self.place.items() if m == row.microbatch and block > row.block)
+        return min(later, default=len(self.after))
 
 
 def use_of(lowered: Lowered, device: int) -> Use:
@@ -137,7 +149,7 @@ def use_of(lowered: Lowered, device: int) -> Use:
     place, group = dict[tuple[int, int], int](), schedule.group[device]
     for a in range(schedule.action_first[group], schedule.action_last[group]):
         for block in range(schedule.block_first[a], schedule.block_last[a]):
-            place[int(schedule.microbatch[a]), block] = 1 + 4 * len(place)
+            place[int(schedule.microbatch[a]), block] = 1 + BLOCK_CELLS * len(place)
     return Use(after, place, int(after.max()))
 
 
@@ -236,5 +248,6 @@ def _changes(account: Account, device: int) -> npt.NDArray[np.int64]:
     row = [np.zeros(1, np.int64)]
     for a in range(schedule.action_first[group], schedule.action_last[group]):
         which = int(which_cells(schedule, np.uint64(schedule.microbatch[a])))
-        row.append(account.cells[which, device, 4 * int(schedule.block_first[a]) : 4 * int(schedule.block_last[a])])
+        first, last = (BLOCK_CELLS * int(blocks[a]) for blocks in (schedule.block_first, schedule.block_last))
+        row.append(account.cells[which, device, first:last])
     return np.concatenate(row)

@@ -38,7 +38,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         at = np.uint64(pools.config_writes[np.uint64(state.config[producer])]) + np.uint64(wiring.tensor_output[t])
         elements = _most_elements(sources.layouts, np.uint64(pools.layout[at]))
         more = elements * units.itemsize[t] + besides(units, producer, elements, units.itemsize[t])
-        if units.widens[producer] == 1:  # at most 3 (q + k) elements in each pass
+        if units.attends[producer] == 1:  # at most 3 (q + k) elements in each pass
             reads = np.uint64(pools.config_reads[np.uint64(state.config[producer])])
             queries = _most_elements(sources.layouts, np.uint64(pools.layout[reads]))
             keys = _most_elements(sources.layouts, np.uint64(pools.layout[reads + ONE]))

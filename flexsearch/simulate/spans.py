@@ -34,26 +34,27 @@ class Units(NamedTuple):
     """What no config changes. Rows ``[first[i], last[i])`` of a list belong to item i. Activations and weights have the
     numbers of ``Wiring``; tensors at hand have their own.
 
-    By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers ascending.
-    By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned`` by its config;
-    whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have; whether its output is
-    a view (``is_view``), and the gradient of that one of an operand, too (``hands_on``); bytes saved besides for each
-    element (``extra``), and half elements (``halves``); whether it ``widens`` narrow values, on devices that are a
-    ``cpu``. By weight: ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element; ``shared``:
-    whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its readers' slots (``reader``),
-    ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor and device;
-    ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the last one (0: it
-    does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that it belongs to.
-    ``several``: (1,) whether there are several microbatches. ``update_block``: (1,), the last;
-    ``result_block``: (1,), where the loss is sent. By operator: ``forward_block``, ``backward_block`` (the forward one
-    if there is none), ``weight_block``, where it is done with what it saved and with the gradients of its outputs (the
-    backward one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not computed again);
-    by slot: until when autograd keeps the weight that it reads (``keeps_weight``), and the slot whose gradient alone
-    what it reads is kept for (``only_gradient``; NOTHING: there are others, or none); by operator without weights that
-    has one, the slot whose gradient alone it makes (``output_gradient``); by weight: ``gather_block``, ``once_block``
-    (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING: none); ``unpack_block`` and
-    ``unpack_again_block``, the first to read any of those that are gathered together with it, whose messages are put
-    together there."""
+    By unit: ``root``, what its first tensor is; ``tensor``, the number of that; its activations, producers
+    ascending. By activation: ``place`` among those of its unit; ``itemsize``. By operator: the units ``concerned``
+    by its config; whether it ``saves_inputs`` and ``saves_outputs`` for its ``backward``, which it may not have;
+    whether its output is a view (``is_view``), and the gradient of that one of an operand, too (``hands_on``);
+    bytes saved besides for each element (``extra``), and half elements (``halves``); whether it ``attends``: one
+    kernel makes the gradients of its first three operands, all or none, and on devices that are a ``cpu`` widens
+    narrow values. By weight: ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
+    ``shared``: whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its readers'
+    slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor
+    and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the
+    last one (0: it does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that
+    it belongs to. ``several``: (1,) whether there are several microbatches. ``update_block``: (1,), the last;
+    ``result_block``: (1,), where the loss is sent. By operator: ``forward_block``, ``backward_block`` (the forward
+    one if there is none), ``weight_block``, where it is done with what it saved and with the gradients of its
+    outputs (the backward one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not
+    computed again); by slot: until when autograd keeps the weight that it reads (``keeps_weight``), and the slot
+    whose gradient alone what it reads is kept for (``only_gradient``; NOTHING: there are others, or none); by
+    operator without weights that has one, the slot whose gradient alone it makes (``output_gradient``); by weight:
+    ``gather_block``, ``once_block`` (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING:
+    none); ``unpack_block`` and ``unpack_again_block``, the first to read any of those that are gathered together
+    with it, whose messages are put together there."""
 
     root: U8
     tensor: U32
@@ -75,7 +76,7 @@ class Units(NamedTuple):
     hands_on: U8
     extra: I64
     halves: I64
-    widens: U8
+    attends: U8
     cpu: U8
     weight_itemsize: I64
     shared: U8

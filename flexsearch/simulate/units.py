@@ -16,7 +16,7 @@ from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
-from flexsearch.graph.ops.zeros import widens
+from flexsearch.graph.ops.zeros import attends
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
@@ -124,7 +124,8 @@ def make_units(
     kept, released = kept_weights(graph), released_weights(graph)
     pairs = list(zip(wiring.slot_operator.tolist(), wiring.slot_position.tolist(), strict=True))
     slot, alone = {pair: k for k, pair in enumerate(pairs)}, _only_gradients(graph, kept)
-    concerned = Rows(_concerned(graph, number, alone))
+    attend = [attends(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators]
+    concerned = Rows(_concerned(graph, number, alone, attend))
     slots = Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
     last = len(table.kind) - 1
 
@@ -150,7 +151,7 @@ def make_units(
         output_gradient=_of_outputs(graph, slot, alone),
         is_view=_flags(r.alias for r in rules), hands_on=_flags(op.half == "inputs" for op in graph.operators),
         extra=_sizes(r.extra for r in rules), halves=_sizes(r.halves for r in rules),
-        widens=_flags(widens(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators),
+        attends=_flags(attend),
         cpu=_flags(device == "cpu" for device in devices),
         weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
         shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
@@ -265,11 +266,17 @@ def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], li
 
 
 def _concerned(
-    graph: OperatorGraph, number: Mapping[str, int], alone: Mapping[tuple[int, int], tuple[int, int]]
-) -> list[list[int]]:
+    graph: OperatorGraph, number: Mapping[str, int], alone: Mapping[tuple[int, int], tuple[int, int]],
+    attend: Sequence[bool],
+) -> list[list[int]]:  # fmt: skip
     """By operator: the units of what it reads and makes, and of the new values of buffers that it reads, as these are
-    kept where readers want them; and of what is kept for the gradients of what it makes."""
+    kept where readers want them; of what is kept for the gradients of what it makes; and of what attention
+    (``attend``, by operator) makes the gradients of with those of what it reads or makes."""
     renewed = graph.buffer_updates
+    together: dict[str, list[str]] = {}
+    for op, one in zip(graph.operators, attend, strict=True):
+        for n in op.inputs[:3] if one else ():
+            together.setdefault(n, []).extend(op.inputs[:3])
     kept: dict[str, list[str]] = {}
     for (i, p), (_, q) in alone.items():
         op = graph.operators[i]
@@ -280,6 +287,7 @@ def _concerned(
             for n in (
                 *op.inputs, *op.outputs, *(renewed[n] for n in op.inputs if n in renewed),
                 *(k for n in op.outputs for k in kept.get(n, ())),
+                *(k for n in (*op.inputs, *op.outputs) for k in together.get(n, ())),
             )
         })
         for op in graph.operators

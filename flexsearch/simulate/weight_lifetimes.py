@@ -17,6 +17,7 @@ from flexsearch.simulate.copies import (
     exchanged,
     land_gradient,
     message_bytes,
+    stays_of,
 )
 from flexsearch.simulate.spans import (
     BUFFERS,
@@ -106,7 +107,12 @@ def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> No
         born = np.uint64(spans.born[np.uint64(landings.device[row])])
         if born == ZERO:  # no piece there makes a gradient
             born = when.sent
-        prolong(spans, land_gradient(landings, spans, row, born, when), update)
-        if when.carried and landings.role[row] & TAKES_PART and landings.copy[row] > 0:
-            kept = add(spans, np.uint64(landings.device[row]), landings.copy[row], GRADIENTS, when.sent, when.sent)
+        handle, copy = land_gradient(landings, spans, row, born, when), landings.copy[row]
+        prolong(spans, handle, update)
+        if when.carried and landings.role[row] & TAKES_PART and copy > 0:
+            d, stays = np.uint64(landings.device[row]), copy if landings.middle[row] > 0 else stays_of(landings, row)
+            kept = add(spans, d, stays, GRADIENTS, when.sent, when.sent)
             carry(spans, kept, when.used, True)
+            if stays < copy:  # of each microbatch only that is there when it is sent
+                spans.nbytes[handle - ONE] = stays
+                add(spans, d, copy - stays, BUFFERS, spans.first[handle - ONE], update)

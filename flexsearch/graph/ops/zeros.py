@@ -1,5 +1,5 @@
-"""Zeros that attention on a CPU puts behind values with fewer features than queries (``attention_narrow``). The account
-of memory, which compiles this (``flexsearch.compiled``), counts them."""
+"""What attention keeps or makes beside its result. Zeros that it puts on a CPU behind values with fewer features than
+queries (``attention_narrow``). The account of memory, which compiles this (``flexsearch.compiled``), counts them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ PART_BYTES = 1 << 17
 """Least bytes of a part's queries: each part costs about 60 us, of 1 to 2 ms."""
 
 
-def widens(op: Operator, rank: int) -> bool:
-    """Whether an operator, whose result has so many dimensions, does so where its values are narrow."""
+def attends(op: Operator, rank: int) -> bool:
+    """Whether one kernel computes an operator, whose result has so many dimensions, as attention. It makes the
+    gradients of queries, keys and values, whichever are used, and on a CPU widens narrow values."""
     plain = not op.attributes.get("dropout") and not op.attributes.get("grouped")
     return op.kind == "attention" and rank == 4 and plain
+
+
+def makes_together(op: Operator, rank: int) -> bool:
+    """Whether one kernel makes the gradients of queries, keys and values of an operator, whose result has so many
+    dimensions: all of them, whichever are used."""
+    return op.kind == "attention" and rank == 4
 
 
 def parts_of(nbytes: Any) -> Any:
