@@ -207,7 +207,7 @@ def test_pipelines_of_hugging_face_models_train_as_the_model_does(name: str, pla
     ],
 )
 def test_pipelines_of_models_that_need_more_train_as_these_do(name: str, plan: dict[str, Any]) -> None:
-    """Each is the only case that fails without what it is here for, so that none of them is left out of a sample."""
+    """What only few models or schedules need: no sample leaves these out."""
     _trains_as_the_model_does(name, plan)
 
 
