@@ -185,18 +185,33 @@ ROUNDS: dict[str, Any] = {"first": (1, 2, 3), "ranks": 2, "schedule": "interleav
         ("bert_classifier", {**RANKS, "schedule": "gpipe"}),
         ("vit", {**DATA, "options": FULL}),
         ("vit", {**RANKS, "schedule": "zero-bubble"}),
+        ("falcon", {**ROUNDS, "data": 2}),
         ("bloom", RANKS),  # layers return tuples, with the attention's probabilities, which no other reads
         ("bloom", {**DATA, "options": FULL, "states": States.WEIGHTS}),
+    ],
+)
+def test_pipelines_of_hugging_face_models_train_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
+    _trains_as_the_model_does(name, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
         ("t5", {**RANKS, "first": ("encoder.block.1", "decoder.block.1", "decoder.block.3")}),  # tables of positions
-        ("falcon", {**ROUNDS, "data": 2}),
         ("t5", {**DATA, "first": ("decoder.block.0",)}),  # a list of layers is in one stage, what holds it in both
         ("bart", {**RANKS, "first": ("model.encoder.layers.2", "model.decoder.layers.0", "model.decoder.layers.1")}),
         ("bart", {**DATA, "data": 1, "tensor": 2, "first": ("model.decoder.layers.0",)}),  # three layers have a weight
         ("gpt2", {**ROUNDS, "data": 2, "schedule": "zero-bubble-v"}),  # tied weights in two stages of one rank
         ("wav2vec2", DATA),  # writes zeros into the output of a layer of an earlier stage
+        ("llama", {**DATA, "schedule": "zero-bubble"}),  # gradients of weights are made apart, and replicas add them up
     ],
 )
-def test_pipelines_of_hugging_face_models_train_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
+def test_pipelines_of_models_that_need_more_train_as_these_do(name: str, plan: dict[str, Any]) -> None:
+    """What only few models or schedules need: no sample leaves these out."""
+    _trains_as_the_model_does(name, plan)
+
+
+def _trains_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
     more = {key: value for key, value in plan.items() if key not in ("data", "tensor", "first")}
     borders = stages_of(name, *plan["first"])
     strategy = layout(graph_of_family(name), plan["data"], plan.get("tensor", 1), borders, **more)
@@ -273,6 +288,7 @@ def test_a_rank_of_a_pipeline_says_that_a_module_returns_tensors_that_cannot_be_
         (lambda: layout(graph("llama"), 4, options=Options(recompute="attention")), "recompute: attention"),
         (lambda: layout(graph("llama"), 2, 2, states=States.OPTIMIZER), "states: optimizer"),
         (lambda: layout(graph("llama"), 2, 1, LLAMA, ranks=2, schedule="gpipe"), "the plan has 2"),
+        (lambda: _gathered_again(), "schedule: zero-bubble: weights are gathered again for the backward pass"),
         (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
         (lambda: layout(graph("scaled"), 4, states=States.WEIGHTS), "parameter 'scale' is a scalar"),
         (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
@@ -285,6 +301,11 @@ def test_what_pytorch_cannot_express_is_refused_by_operator_or_option(plan: Call
         torch_file(strategy, of)
     assert says in error.value.message
     assert error.value.remedy
+
+
+def _gathered_again() -> Strategy:
+    more: dict[str, Any] = {"states": States.WEIGHTS, "options": Options(reshard_after_forward=True)}
+    return layout(graph("llama"), 2, 1, LLAMA[1:2], ranks=2, microbatches=2, schedule="zero-bubble", **more)
 
 
 def _mixed() -> Strategy:

@@ -278,9 +278,14 @@ def _predicted(file: str, traced: Imported) -> tuple[list[Any], tuple[int, int],
     with step.evaluating():
         answers += [step.forward(batch(), everything=True), step.forward(x[:4], samples=4, everything=True)]
         own = step.forward(x)
+        with torch.inference_mode():  # as loops evaluate, with batches that are made there
+            answers.append(step.forward(batch(), everything=True))
+            made = batch()
         with pytest.raises(RuntimeFailure, match=r"evaluating\(\)"):
             step(batch())
-    return [*answers, own], step.sample_range, step.state_dict()
+    before = step.state_dict()
+    step(made)
+    return [*answers, own], step.sample_range, before
 
 
 @pytest.mark.parametrize("name", ["data-parallel", "megatron", "fsdp"])
@@ -290,13 +295,14 @@ def test_predictions_are_those_of_the_model_in_the_same_mode(name: str) -> None:
     for answers, (low, high), state in pool(2).run(_predicted, plan(name, 2), imported()):
         model = Net()
         model.load_state_dict(state)
-        first, training, evaluated, smaller, own = answers
+        first, training, evaluated, smaller, inferred, own = answers
         expected = before(x)
         torch.testing.assert_close(first["logits"], expected["logits"][low:high])
         torch.testing.assert_close(training, model(x))
         model.load_state_dict(state)  # running statistics
         model.eval()
         torch.testing.assert_close(evaluated, model(x))
+        torch.testing.assert_close(inferred, evaluated, rtol=0.0, atol=0.0)
         torch.testing.assert_close(smaller, model(x[:4]))
         torch.testing.assert_close(own["logits"], model(x)["logits"][low:high])
         torch.testing.assert_close(own["mean"], model(x)["mean"])

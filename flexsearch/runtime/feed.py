@@ -74,7 +74,8 @@ class Feed:
             tensors = _tensors(tree)
             if tensors and len(tensors) != len(names):
                 raise RuntimeFailure(f"step got {len(tensors)} {what}, the model was imported with {len(names)}")
-            named.update(zip(names, tensors, strict=False))
+            # What was made under torch.inference_mode() can be neither sent nor kept for a backward pass.
+            named.update(zip(names, (x.clone() if x.is_inference() else x for x in tensors), strict=False))
         return named
 
     def pair(self, batch: Any) -> tuple[Any, Any]:

@@ -348,7 +348,7 @@ class Parallel:
         batch that is smaller than the plan's. Each batch size is traced once. All ranks must call it.
         """
         refuse_modes("forward", self.stored, self._evaluating)
-        with self.failures.watch():
+        with self.failures.watch(), torch.inference_mode(False):  # communication needs version counters
             named = self.feed.named(self.feed.inputs(batch), None)
             return self.variants.forward(named, self._count(named, samples), self._evaluating, everything)
 

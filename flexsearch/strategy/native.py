@@ -135,6 +135,13 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
             "that its stage receives; PyTorch's schedules that split backward passes lose gradients of such weights",
             "Use gpipe, 1f1b or interleaved-1f1b, or move the border of the stage behind it.",
         )
+    again = plan.states == States.WEIGHTS and options.reshard_after_forward
+    if plan.pipeline > 1 and strategy.schedule in SPLIT and again:
+        raise StrategyError(
+            f"schedule: {strategy.schedule}: weights are gathered again for the backward pass (reshard_after_forward); "
+            "PyTorch's schedules that split backward passes lose gradients of such weights",
+            "Use gpipe, 1f1b or interleaved-1f1b, or leave out reshard_after_forward.",
+        )
     return plan
 
 

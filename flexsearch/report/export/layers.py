@@ -244,16 +244,15 @@ def _data_parallel(file: File) -> None:
 def _fully_shard(file: File) -> None:
     plan = file.plan
     file.needs("torch.distributed.fsdp", "fully_shard")
-    policy = "" if file.precise else ", mp_policy=PRECISION"
+    again = not file.replicated and plan.states == States.WEIGHTS and file.options.reshard_after_forward
     if file.replicated:
         file.layers.append(f"# Data parallelism over {plan.data} ranks: whole weights on each, in one shard.")
         mesh = 'mesh()["replicate", "shard"]'
     else:
-        again = plan.states == States.WEIGHTS and file.options.reshard_after_forward
         when = "and gathered again for the backward pass" if again else "and gathered in the forward pass"
         file.layers.append(f"# Weights, gradients and states in {plan.data} shards, module by module, {when}.")
-        policy = f", reshard_after_forward={again}{policy}"
         mesh = 'mesh()["data"]'
+    policy = f", reshard_after_forward={again}" + ("" if file.precise else ", mp_policy=PRECISION")
     line = f"fully_shard(model.get_submodule(name), mesh={mesh}{policy})"
     whole = "part" if plan.pipeline > 1 else "model"
     file.layers += [*file.each(_blocks(file.graph), line), f"fully_shard({whole}, mesh={mesh}{policy})"]
