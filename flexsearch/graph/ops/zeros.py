@@ -20,12 +20,6 @@ def attends(op: Operator, rank: int) -> bool:
     return op.kind == "attention" and rank == 4 and plain
 
 
-def makes_together(op: Operator, rank: int) -> bool:
-    """Whether one kernel makes the gradients of queries, keys and values of an operator, whose result has so many
-    dimensions: all of them, whichever are used."""
-    return op.kind == "attention" and rank == 4
-
-
 def parts_of(nbytes: Any) -> Any:
     """In how many parts queries of so many bytes are computed. Two would save nothing, as the gradients of one part are
     there beside those of all."""
