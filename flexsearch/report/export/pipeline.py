@@ -172,7 +172,7 @@ TAKE_APART: Final = '''
             elif name in stage_of or not name.startswith(inside) and plain(module) and name not in SHARED:
                 new[id(module)] = module if at == stage else HandOn(module)
         weights = [{id(x): x for name in names for x in model.get_submodule(name).parameters()} for names in STAGES]
-        part = deepcopy(model, weights[stage] | COPIES | new)
+        part = deepcopy(model, weights[stage] | new)
         elsewhere = {i for of in weights for i in of} - weights[stage].keys()
         elsewhere |= {id(model.get_parameter(name)) for name, home in OUTSIDE.items() if home != stage}
         for name, x in model.named_parameters(remove_duplicate=False):
@@ -257,10 +257,12 @@ def write_pipeline(file: File) -> str:
         )
     else:
         file.needs("collections.abc", "Callable")
+    untied = "    untie(model, held)\n" if plan.stages.tied else ""
     return (
         f"def apply_plan(model: nn.Module{takes}):\n"
         '    """This rank\'s parts of the model, as it runs them, and the schedule that does."""\n'
         '    held, group = HELD[mesh().get_local_rank("pipeline")], mesh().get_group("pipeline")\n'
+        f"{untied}"
         "    parts = nn.ModuleList([Part(model, stage) for stage in held])\n"
         "    for part in parts:\n"
         "        parallel(part)\n"
@@ -293,8 +295,7 @@ def _parts(file: File) -> None:
         f"HELD = {literal(plan.held)}  # stages of each rank",
     ]
     output = 'output["loss"].reshape(1)' if file.own_loss else "output"
-    copies = "copies(model, stage) | " if plan.stages.tied else ""
-    for text in (STAND_INS, TAKE_APART.replace("COPIES | ", copies), PART.replace("OUTPUT", output)):
+    for text in (STAND_INS, TAKE_APART, PART.replace("OUTPUT", output)):
         file.functions.append(dedent(text).strip())
     if plan.tensor > 1 or plan.data > 1 or file.options.recompute != "none" or not file.precise:
         file.functions.append(dedent(HERE).strip())
@@ -337,11 +338,16 @@ def _tied(file: File) -> None:
         "    inside = [rank for rank, held in enumerate(HELD) if set(held) & set(stages)]\n"
         "    groups = [[pipeline[rank] for rank in inside] for pipeline in pipelines]\n"
         "    return dist.new_subgroups_by_enumeration(groups)[0]\n\n\n"
-        "def copies(model: nn.Module, stage: int) -> dict[int, nn.Parameter]:\n"
-        '    """Of weights that a stage of this rank with a lower number has, too."""\n'
-        "    earlier = [other for held in HELD if stage in held for other in held if other < stage]\n"
-        "    names = [own[stage] for own in TIED if stage in own and any(other in own for other in earlier)]\n"
-        "    return {id(x): nn.Parameter(x.detach().clone()) for x in map(model.get_parameter, names)}\n\n\n"
+        "def untie(model: nn.Module, held: tuple[int, ...]) -> None:\n"
+        '    """Give stages of this rank that read the same weight one each."""\n'
+        "    for names in TIED:\n"
+        "        for stage in [stage for stage in held if stage in names][1:]:\n"
+        "            weight = model.get_parameter(names[stage])\n"
+        "            own = nn.Parameter(weight.detach().clone(), weight.requires_grad)\n"
+        "            for module in (m for name in STAGES[stage] for m in model.get_submodule(name).modules()):\n"
+        "                for name, x in [*module.named_parameters(recurse=False, remove_duplicate=False)]:\n"
+        "                    if x is weight:\n"
+        "                        setattr(module, name, own)\n\n\n"
         "def add_tied(parts: nn.ModuleList) -> None:\n"
         '    """Each of the stages that read a weight has one of its own, and the sum of their gradients."""\n'
         "    for names in TIED:\n"
