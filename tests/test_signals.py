@@ -14,7 +14,7 @@ import pytest
 from flexsearch.graph import OperatorGraph
 from flexsearch.strategy import Strategy
 from flexsearch.topology import Topology
-from tests.commands import OPTIMIZE, SCRIPT, alive, children, start, until
+from tests.commands import OPTIMIZE, SCRIPT, alive, children, run, start, until
 from tests.conftest import Cli
 
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -56,6 +56,17 @@ def test_ctrl_c_at_a_terminal_reaches_the_workers_too_and_they_say_nothing(here:
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130 and "Traceback" not in err and "Wrote strategy.json" in out, err
+
+
+def test_of_a_run_that_is_interrupted_one_process_says_so(here: Path) -> None:
+    assert run("optimize", "mlp", "-t", "ethernet-1g:2", "-b", "1").code == 0
+    process = start("run", "-n", "2", "strategy.json", "--model", "flexsearch.zoo:mlp", "--steps", "1000000")
+    for line in process.stdout:
+        if line.split()[:1] == ["3"]:
+            break
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.count("interrupted") == 1, err
 
 
 def test_a_second_signal_ends_it_at_once(here: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from flexsearch import ranks
 from flexsearch.cli import signals, streams
 from flexsearch.errors import FlexsearchError, ImportModelError, UsageError
 
@@ -24,7 +25,7 @@ def run() -> NoReturn:
     as_json = "--json" in arguments and not {"--help", "-h"} & set(arguments)
     streams.prepare(as_json)
     words = "interrupted" + ("" if arguments[:1] != ["optimize"] else " before a plan was found; nothing was written")
-    with signals.handled(lambda message, _: _tell("interrupted", message, "", as_json), words):
+    with signals.handled(lambda message, _: _interrupted(message, as_json), words):
         code = _guarded(as_json) or signals.current.code
     if code and "RANK" in os.environ:
         os._exit(code)  # the interpreter's own end could wait for ranks that hang
@@ -43,7 +44,7 @@ def _guarded(as_json: bool) -> int:
         except MemoryError:
             return _refuse(FlexsearchError("there is not enough memory", "Use a smaller model or batch."), as_json)
         except KeyboardInterrupt:
-            _tell("interrupted", signals.current.words, "", as_json)
+            _interrupted(signals.current.words, as_json)
             return signals.current.code or 130
         except streams.PipeClosed:
             raise
@@ -92,6 +93,12 @@ def _refuse(error: FlexsearchError, as_json: bool) -> int:
     if not launch.report_error(error):
         _tell(error.kind, error.message, error.remedy, as_json)
     return 2
+
+
+def _interrupted(message: str, as_json: bool) -> None:
+    """Say so. A rank that we started leaves that to us, too: a signal at a terminal reaches all of them."""
+    if ranks.meeting_point() is None:
+        _tell("interrupted", message, "", as_json)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
