@@ -369,9 +369,6 @@ def _refused(file: str) -> list[str]:
     with pytest.raises(RuntimeFailure) as error:
         step.step(*batch())
     errors.append(str(error.value))
-    with pytest.raises(RuntimeFailure) as error:
-        step(batch()).loss.backward()
-    errors.append(str(error.value))
     with pytest.raises(RuntimeFailure, match="DTensor"):
         parallelize(_sharded(), read(file), loss=loss)
     return errors
@@ -385,10 +382,9 @@ def _sharded() -> nn.Module:
 
 
 def test_regions_that_a_plan_cannot_honour_are_refused_with_the_remedy() -> None:
-    [(grad, inference, autocast, no_optimizer, backward)] = pool(1).run(_refused, plan("single", 1))
+    [(grad, inference, autocast, no_optimizer)] = pool(1).run(_refused, plan("single", 1))
     assert "step.evaluating()" in grad and "step.evaluating()" in inference
     assert "precision='bf16'" in autocast and "parallelize(optimizer=...)" in no_optimizer
-    assert "has made the gradients of all weights already" in backward and "Leave it out" in backward
 
 
 class Switched(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,16 +54,6 @@ class StepOutput:
 
     loss: Tensor
     outputs: Any = None
-
-    def __post_init__(self) -> None:
-        self.loss.backward = _refuse_backward  # type: ignore[method-assign]
-
-
-def _refuse_backward(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeFailure(
-        "out.loss.backward(): step(batch) has made the gradients of all weights already",
-        "Leave it out. Gradients of a scaled loss: step(batch, scale=...).",
-    )
 
 
 class Parallel:
