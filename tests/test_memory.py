@@ -97,13 +97,13 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
     return Counter(
-        Span(s.device, *_rounded(*_lifetime(s, lowered, moments), begin, end), s.nbytes, s.part)
+        Span(s.device, *_rounded(*_lifetime(s, moments), begin, end), s.nbytes, s.part)
         for s in spans_of_tasks(lowered)
         if s.nbytes
     )
 
 
-def _lifetime(span: TaskSpan, lowered: Lowered, moments: Sequence[int]) -> tuple[int, int]:
+def _lifetime(span: TaskSpan, moments: Sequence[int]) -> tuple[int, int]:
     """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
     block = 3 * span.block + 1

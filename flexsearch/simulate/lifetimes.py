@@ -41,8 +41,8 @@ it reads is put together (number 3 * block), it computes (3 * block + 1), and it
   sum has memory of its own, as it was received, or is larger than what a reader made of it. An operator whose output
   is its input's memory, all of it once, hands its gradient on as it is, and so does one whose weights' gradients
   another makes, to that.
-- Where nothing is made of a gradient, as a replica sends its own, it is not made, unless attention's
-  kernel makes it with others: then it is there while that runs. What an operator keeps for that gradient alone
+- Where nothing is made of a gradient, as a replica sends its own, it is not made, unless attention's kernel makes it
+  with others: then it is there while that runs. What an operator keeps for that gradient alone
   (``Units.only_gradient``) goes after its forward.
 - The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
   stored: from that communication to the update, or from where it is added, if it is put together there: behind two
