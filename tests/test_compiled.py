@@ -313,3 +313,22 @@ def test_with_a_numba_that_was_not_tried_or_that_is_off_the_same_functions_run(p
     assert run(package, again + COUNT).startswith("24.5 24.0 ")
     loaded = "import sys, flexsearch.compiled; print('flexsearch.linking' in sys.modules)"
     assert run(package, again + loaded) == "False"
+
+
+def test_what_a_second_process_compiles_first_are_entries_that_a_climb_calls() -> None:
+    """In a process of its own: in this one, what was compiled is called without a look at what is recorded."""
+    script = """
+import warnings
+from functools import partial
+import numpy as np
+from flexsearch.graph import OperatorGraph
+from flexsearch.linking import record
+from flexsearch.search.ahead import ORDER, _climb
+from flexsearch.topology import Topology
+warnings.simplefilter("ignore")
+np.seterr(over="ignore")
+calls = record(partial(_climb, OperatorGraph.load("mlp"), Topology.load("p100:2")))
+print(*set(ORDER) - {entry.py_func.__name__ for entry, _ in calls})
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ran.stdout.strip(), ran.returncode) == ("", 0), ran.stderr

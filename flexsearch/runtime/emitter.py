@@ -114,7 +114,7 @@ class Emitter:
                 received[x] = task, member, self.wait(task)
         last = phase == len(reshard_of(self.lowered, transport).phases) - 1
         adds, refills = (last and transport.purpose == purpose for purpose in ("backward", "regather"))
-        owns = transport in self.transports.again or self._lives(transport, received, last)
+        owns = transport in self.transports.again or self._outlives(transport, received, last)
         self.emit(Assemble(transport, phase, sources, kept, received, results, adds, refills, owns))
 
     def wait(self, task: int) -> Slot:
@@ -136,7 +136,7 @@ class Emitter:
         if parts:
             self.emit(Keep(transport, parts))
 
-    def _lives(self, transport: Transport, received: Mapping[int, tuple[int, int, Slot]], last: bool) -> bool:
+    def _outlives(self, transport: Transport, received: Mapping[int, tuple[int, int, Slot]], last: bool) -> bool:
         """Whether what a phase brings, the ``last`` one or not, may live longer than what it is cut from: kernels read
         an activation, or a view of it, and may save that, or the second half of a backward pass waits for the gradient,
         or it is a weight's gradient, or a weight that came in a message with others, or another phase follows. Sums of

@@ -311,7 +311,7 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
         begin = when.again if when.carried else max(when.used, when.again)
     elif staged > 0 and not when.carried and (role & OWN == 0 or landings.middle[row] == 0):
         # What the device keeps of its own: what arrives is added to that, or put beside it.
-        stays = copy if role & OWN else max(np.int64(0), copy - staged)
+        stays = own_part(landings, row)
         if stays > 0:
             add(spans, d, stays, GRADIENTS, begin, when.used - (ONE if role & OWN else ZERO))
         begin = when.used
@@ -319,12 +319,11 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
 
 
 @lean
-def stays_of(landings: Landings, row: Any) -> Any:
-    """Bytes of the part of a weight's gradient that a device keeps of what its own pieces make."""
-    if landings.middle[row] > 0:
-        return landings.middle[row]
-    own = landings.role[row] & OWN
-    return landings.copy[row] if own else max(np.int64(0), landings.copy[row] - landings.staged[row])
+def own_part(landings: Landings, row: Any) -> Any:
+    """Of a weight's gradient as a device stores it, the bytes that its own pieces make. Where there is a layout in
+    between, that is what stays of these instead."""
+    copy = landings.copy[row]
+    return copy if landings.role[row] & OWN else max(np.int64(0), copy - landings.staged[row])
 
 
 @lean
@@ -333,7 +332,8 @@ def message_bytes(landings: Landings, row: Any, gradient: Any, shared: Any) -> A
     another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
     that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
     (``shared``, as in ``Units``) they take memory that the messages count."""
-    role, stays = landings.role[row], stays_of(landings, row)
+    role, middle = landings.role[row], landings.middle[row]
+    stays = middle if middle > 0 else own_part(landings, row)
     if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or gradient <= stays:
         return np.int64(0)
     return gradient - stays - (stays if shared == CUT_LATER else np.int64(0))

@@ -17,7 +17,7 @@ from flexsearch.simulate.copies import (
     exchanged,
     land_gradient,
     message_bytes,
-    stays_of,
+    own_part,
 )
 from flexsearch.simulate.spans import (
     BUFFERS,
@@ -110,7 +110,7 @@ def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> No
         handle, copy = land_gradient(landings, spans, row, born, when), landings.copy[row]
         prolong(spans, handle, update)
         if when.carried and landings.role[row] & TAKES_PART and copy > 0:
-            d, stays = np.uint64(landings.device[row]), copy if landings.middle[row] > 0 else stays_of(landings, row)
+            d, stays = np.uint64(landings.device[row]), copy if landings.middle[row] > 0 else own_part(landings, row)
             kept = add(spans, d, stays, GRADIENTS, when.sent, when.sent)
             carry(spans, kept, when.used, True)
             if stays < copy:  # of each microbatch only that is there when it is sent

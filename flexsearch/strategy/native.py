@@ -15,6 +15,7 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.strategy.config import OperatorConfig, States
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.pipeline import Pipeline
+from flexsearch.strategy.records import Options
 from flexsearch.strategy.schedule import ranks_of
 from flexsearch.strategy.stage_modules import StageModules, stage_modules
 from flexsearch.strategy.tensor_parallel import NATIVE, Flow, check_split, flow
@@ -135,14 +136,18 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
             "that its stage receives; PyTorch's schedules that split backward passes lose gradients of such weights",
             "Use gpipe, 1f1b or interleaved-1f1b, or move the border of the stage behind it.",
         )
-    again = plan.states == States.WEIGHTS and options.reshard_after_forward
-    if plan.pipeline > 1 and strategy.schedule in SPLIT and again:
+    if plan.pipeline > 1 and strategy.schedule in SPLIT and gathers_again(plan.states, options):
         raise StrategyError(
             f"schedule: {strategy.schedule}: weights are gathered again for the backward pass (reshard_after_forward); "
             "PyTorch's schedules that split backward passes lose gradients of such weights",
             "Use gpipe, 1f1b or interleaved-1f1b, or leave out reshard_after_forward.",
         )
     return plan
+
+
+def gathers_again(states: States, options: Options) -> bool:
+    """Whether weights are gathered for the backward pass, too."""
+    return states == States.WEIGHTS and options.reshard_after_forward
 
 
 def _check_ranks(strategy: Strategy, pipeline: Pipeline, ranks: Sequence[Sequence[int]]) -> None:

@@ -12,6 +12,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower.recompute import NO_REGION, regions_of
 from flexsearch.report.export.file import File, names_text
 from flexsearch.strategy import Options, States
+from flexsearch.strategy.native import gathers_again
 from flexsearch.strategy.tensor_parallel import computed_beside
 
 
@@ -244,7 +245,7 @@ def _data_parallel(file: File) -> None:
 def _fully_shard(file: File) -> None:
     plan = file.plan
     file.needs("torch.distributed.fsdp", "fully_shard")
-    again = not file.replicated and plan.states == States.WEIGHTS and file.options.reshard_after_forward
+    again = gathers_again(plan.states, file.options)
     if file.replicated:
         file.layers.append(f"# Data parallelism over {plan.data} ranks: whole weights on each, in one shard.")
         mesh = 'mesh()["replicate", "shard"]'
