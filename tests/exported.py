@@ -82,7 +82,8 @@ class Scaled(nn.Module):
         self.layer, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.scale
+        y: torch.Tensor = self.layer(x)
+        return y * self.scale
 
 
 def scaled() -> ZooModel:
@@ -249,7 +250,7 @@ def _trained(model: nn.Module, loss: Callable[[], torch.Tensor]) -> tuple[list[f
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for _ in range(STEPS):
         value = loss()
-        value.backward()
+        torch.autograd.backward(value)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
@@ -293,7 +294,7 @@ def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:
             value = file.forward_backward(model, loss, inputs, target)
         else:
             value = loss(model(*inputs), target)
-            value.backward()
+            torch.autograd.backward(value)
         optimizer.step()
         optimizer.zero_grad()
         losses += [] if value is None else [value.item()]
@@ -307,10 +308,10 @@ def _adamw(model: nn.Module, kind: type[torch.optim.AdamW], lr: float) -> torch.
 def _errors(model: nn.Module, expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """By the name of each weight in the model as it was."""
     found = {}
-    parts = [part.model for part in model] if isinstance(model, nn.ModuleList) else [model]
+    parts: list[Any] = [part.model for part in model] if isinstance(model, nn.ModuleList) else [model]
     for name, weight in (item for part in parts for item in part.named_parameters()):
         plain = name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
-        whole = weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+        whole = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
         found[plain] = (whole - expected[plain]).abs().max().item()
     return found
 

@@ -77,7 +77,7 @@ def shard(rng: np.random.Generator, space: Space, configs: Configs) -> Configs:
         return configs
     i = space.weighted[rng.integers(len(space.weighted))]
     chosen = [i] if rng.random() < 0.8 else space.weighted
-    to = States((configs[i].states + rng.integers(1, len(States))) % len(States))
+    to = States((configs[i].states + int(rng.integers(1, len(States)))) % len(States))
     over = int(rng.choice([0, 2, space.topology.host_size]))
     changed = {k: configs[k].sharded(to if len(configs[k].devices) > 1 else States.WHOLE, over) for k in chosen}
     return _with(configs, changed)

@@ -93,13 +93,11 @@ class Pool:
                 pipe.send((function, arguments))
             answers: dict[int, Any] = {}
             while len(answers) < len(self.pipes):
-                missing = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-                ready = wait(missing, timeout_s)
+                ready = wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in answers], timeout_s)
                 if not ready:
                     raise AssertionError(f"ranks did not answer within {timeout_s} s; only {sorted(answers)} did")
-                for pipe in ready:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
-                    rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                for rank in [rank for rank, pipe in enumerate(self.pipes) if pipe in ready]:
+                    ok, value = self.pipes[rank].recv()
                     if not ok:  # the others may wait for this one for ever
                         raise AssertionError(f"rank {rank}:\n{value}")
                     answers[rank] = value

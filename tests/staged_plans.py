@@ -17,10 +17,10 @@ from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.weight_gradients import able, weight_gradient_of
 from flexsearch.lower import lower_for_ranks
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
-from flexsearch.strategy.stage import Stage
+from flexsearch.strategy.stage import ScheduleKind, Stage
 from flexsearch.topology import Topology
 
-SCHEDULES = (
+SCHEDULES: tuple[ScheduleKind, ...] = (
     "gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zero-bubble", "zero-bubble-v", "dualpipe-v",
 )  # fmt: skip
 
@@ -37,7 +37,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.25)
-        return x + self.down(F.gelu(self.up(x)))
+        z: Tensor = self.down(F.gelu(self.up(x)))
+        return x + z
 
 
 class Deep(nn.Module):
