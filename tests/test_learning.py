@@ -76,7 +76,7 @@ def network(time: float = 1.0, start_s: float = 0.0) -> dict[str, Network]:
 
 def assert_is(lesson: Lesson, truth: Learned, changed: set[str]) -> None:
     assert set(lesson.changed) == changed
-    assert lesson.before > 0.015 and lesson.after < 0.005 and lesson.left_out < 0.01
+    assert lesson.before > 0.01 and lesson.after < 0.005 and lesson.left_out < 0.01
     assert lesson.learned.compute == pytest.approx(truth.compute, rel=0.03)
     assert lesson.learned.task_s == pytest.approx(truth.task_s, rel=0.05)
     found, made = lesson.learned.network(TOPOLOGY.name), truth.network(TOPOLOGY.name)
