@@ -208,6 +208,21 @@ def test_layer_wise_gives_each_depth_a_device_and_each_host_a_part_of_the_batch(
     assert {c.devices for c in few.values()} == {(0,), (1,)}
 
 
+def test_layers_over_hosts_send_no_gradient_between_them() -> None:
+    """One depth of layers to a host, as many hosts as depths at most; each host takes the whole batch."""
+    graph, topology = rnnlm(), Topology.load("p100:4")
+    plan = baseline("data-parallel x layer-wise", graph, topology)
+    assert plan.configs["lstm.layers.0_3"] == OperatorConfig((("b", 4),), (0, 1, 2, 3))
+    assert plan.configs["lstm.layers.1"] == OperatorConfig((("b", 4),), (4, 5, 6, 7))
+    assert plan.configs["head_1"].devices == (8, 9, 10, 11)
+    host = [device.host for device in topology.devices]
+    for weight in lowered(graph, plan, topology).weights:
+        assert len({host[entry.device] for entry in weight.plan.storage}) == 1
+    for alone in (ethernet(4), Topology.load("p100:1")):
+        with pytest.raises(StrategyError, match="several hosts with several devices"):
+            baseline("data-parallel x layer-wise", graph, alone)
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_every_baseline_is_legal_for_recurrent_networks(count: int) -> None:
     topology = ethernet(count)

@@ -12,7 +12,9 @@
 - ``layer-wise`` (Wu et al., 2016, as the FlexFlow paper has it): unrolled recurrent layers of the same depth on one
   device of a host, data parallel over the hosts (and inside one that has devices for every depth twice).
 - products: ``data-parallel x megatron`` (tensor parallel inside a host, data parallel over the hosts; ``-2``: tensor
-  parallel in pairs) and ``data-parallel x pipeline`` (stages over the hosts, data parallel inside each).
+  parallel in pairs), ``data-parallel x pipeline`` (stages over the hosts, data parallel inside each) and
+  ``data-parallel x layer-wise`` (unrolled layers of the same depth on one host, data parallel inside it, so that no
+  gradient leaves it; hosts beyond the number of depths do nothing).
 
 Each is a walk over the operators in graph order: an operator that the plan says nothing about follows its producers.
 """
@@ -300,24 +302,27 @@ def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
 
 def _layer_wise(setting: _Setting) -> Configs:
     setting.several()
-    depth_of = depths(setting.graph)
-    if depth_of is None:
-        raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
     hosts = setting.by_host()
     nodes = hosts if len(hosts[0]) > 1 else [setting.devices]
-    width = min(len(nodes[0]), 1 + max(depth_of))
-
-    def place(setting: _Setting, row: Sequence[int]) -> Configs:
-        loads = [0.0] * (1 + max(depth_of))
-        for i, depth in enumerate(depth_of):
-            loads[depth] += setting.seconds(i, row[0])
-        column = balance(loads, len(row))
-        return [
-            make_config(op, {}, (row[column[depth]],)) for op, depth in zip(setting.operators, depth_of, strict=True)
-        ]
-
+    width = min(len(nodes[0]), 1 + max(_depths(setting)))
     rows = [node[k : k + width] for node in nodes for k in range(0, len(node) - width + 1, width)]
-    return _grid(setting, rows, place)
+    return _grid(setting, rows, _depths_on)
+
+
+def _depths(setting: _Setting) -> list[int]:
+    if (found := depths(setting.graph)) is None:
+        raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
+    return found
+
+
+def _depths_on(setting: _Setting, devices: Sequence[int]) -> Configs:
+    """Layers of the same depth on one of ``devices``, at most as many as there are depths, which are in order."""
+    depth_of = _depths(setting)
+    loads = [0.0] * (1 + max(depth_of))
+    for i, depth in enumerate(depth_of):
+        loads[depth] += setting.seconds(i, devices[0])
+    place = balance(loads, len(devices))
+    return [make_config(op, {}, (devices[place[k]],)) for op, k in zip(setting.operators, depth_of, strict=True)]
 
 
 def _parallel_megatron(setting: _Setting) -> Configs:
@@ -340,6 +345,13 @@ def _parallel_pipeline(setting: _Setting) -> Configs:
     if len(hosts) < 2 or len(hosts[0]) < 2:
         raise _LeftOut("it needs several hosts with several devices each")
     return _grid(setting, list(zip(*hosts, strict=True)), _stages)
+
+
+def _parallel_layer_wise(setting: _Setting) -> Configs:
+    depth, hosts = 1 + max(_depths(setting)), setting.by_host()
+    if len(hosts) < 2 or len(hosts[0]) < 2:
+        raise _LeftOut("it needs several hosts with several devices each")
+    return _grid(setting, list(zip(*hosts[:depth], strict=True)), _depths_on)
 
 
 def _grid(
@@ -389,6 +401,7 @@ _BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
     "data-parallel x megatron": _parallel_megatron,
     "data-parallel x megatron-2": _parallel_megatron_2,
     "data-parallel x pipeline": _parallel_pipeline,
+    "data-parallel x layer-wise": _parallel_layer_wise,
 }
 
 NAMES = tuple(_BUILDERS)
