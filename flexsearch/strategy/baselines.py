@@ -309,7 +309,7 @@ def _layer_wise(setting: _Setting) -> Configs:
     return _grid(setting, rows, _depths_on)
 
 
-def _depths(setting: _Setting) -> list[int]:
+def _depths(setting: _Setting) -> Sequence[int]:
     if (found := depths(setting.graph)) is None:
         raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
     return found
