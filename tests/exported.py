@@ -29,6 +29,8 @@ from flexsearch.zoo.transformer import gpt2
 from tests import families
 
 STEPS = 2
+MOST = 0.5
+"""Gradients of Hugging Face models are clipped to this norm."""
 DOUBLE = mock.patch.object(torch.Tensor, "float", torch.Tensor.double)
 """Transformers' losses cast logits with ``float()``; in float32 sums in another order differ."""
 Trained = tuple[list[float], dict[str, float]]
@@ -239,18 +241,23 @@ def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return _trained(model, lambda: loss(model(*inputs), targets))
 
 
-def family_alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same of a Hugging Face model."""
+def family_alone(name: str, norms: list[float]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same of a Hugging Face model, with clipped gradients, whose ``norms`` are added."""
     model, batch = family(name)
     with DOUBLE:
-        return _trained(model, lambda: model(**batch)["loss"])
+        return _trained(model, lambda: model(**batch)["loss"], norms)
 
 
-def _trained(model: nn.Module, loss: Callable[[], torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _trained(
+    model: nn.Module, loss: Callable[[], torch.Tensor], norms: list[float] | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """``norms`` get those of the gradients, which are clipped then."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     for _ in range(STEPS):
         value = loss()
         torch.autograd.backward(value)
+        if norms is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), MOST).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(value.item())
@@ -263,14 +270,18 @@ def train_family(name: str, text: str) -> Trained:
     exec(text, vars(file))
     model, batch = family(name)
     parts, schedule = file.apply_plan(model)
-    optimizer, losses = torch.optim.AdamW(parts.parameters(), lr=0.01, foreach=False), list[float]()
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=0.01, foreach=False)
+    losses, norms, expected = list[float](), list[float](), list[float]()
     for _ in range(STEPS):
         with DOUBLE:
             value = file.forward_backward(parts, schedule, {key: file.share(x) for key, x in batch.items()})
+        norms.append(file.clip_grad_norm_(parts, MOST).item())
         optimizer.step()
         optimizer.zero_grad()
         losses += [] if value is None else [value.item()]
-    return losses, _errors(parts, family_alone(name)[1])
+    errors = _errors(parts, family_alone(name, expected)[1])
+    torch.testing.assert_close(norms, expected, rtol=1e-9, atol=0.0)
+    return losses, errors
 
 
 def train(name: str, text: str, dtype: torch.dtype = torch.float64) -> Trained:

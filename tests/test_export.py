@@ -217,7 +217,7 @@ def _trains_as_the_model_does(name: str, plan: dict[str, Any]) -> None:
     more = {key: value for key, value in plan.items() if key not in ("data", "tensor", "first")}
     borders = stages_of(name, *plan["first"])
     strategy = layout(graph_of_family(name), plan["data"], plan.get("tensor", 1), borders, **more)
-    losses, weights = family_alone(name)
+    losses, weights = family_alone(name, [])
     answers = pool(2 if "topology" in plan else 4).run(train_family, name, torch_file(strategy, graph_of_family(name)))
     told = [found for found, _ in answers if found]
     assert len(told) == plan["data"] * plan.get("tensor", 1)  # where the last stage is

@@ -7,6 +7,7 @@ from textwrap import dedent, indent
 from typing import Final
 
 from flexsearch.report.export.file import File, literal, names_text
+from flexsearch.report.export.gradients import write_clipping, write_tied
 from flexsearch.strategy.native import SINGLE
 
 SCHEDULES: Final = {
@@ -306,60 +307,19 @@ def _parts(file: File) -> None:
 
 
 def _forward_backward(file: File) -> None:
-    """``forward_backward``, and what adds up the gradients of tied weights."""
+    """``forward_backward``, and what is done to gradients of all stages together."""
     if file.own_loss:
         takes, given = "batch: dict[str, Tensor]", f"**batch, target=torch.zeros({file.strategy.microbatches})"
     else:
         takes, given = "inputs: tuple[Tensor, ...], target: Tensor", "inputs=inputs, target=target"
     lines = ["losses: list[Tensor] = []", f"schedule.step({given}, losses=losses)"]
     if file.plan.stages.tied:
-        _tied(file)
+        write_tied(file)
         lines.append("add_tied(parts)")
+    write_clipping(file)
     file.functions.append(
         f"def forward_backward(parts: nn.ModuleList, schedule: object, {takes}) -> Tensor | None:\n"
         '    """Forward and backward pass of this rank\'s samples in microbatches; their mean loss, where the last\n'
         '    stage is. Gradients are whole after it: to add those of several batches, use more microbatches."""\n'
         + indent("\n".join([*lines, "return torch.stack(losses).mean().detach() if losses else None"]), "    ")
-    )
-
-
-def _tied(file: File) -> None:
-    """``add_tied``."""
-    names = ("replicate", "shard") if file.replicated else ("data",)
-    file.needs("", "torch.distributed as dist")
-    file.needs("torch.distributed.tensor", "DTensor")
-    tied = "".join(f"    {literal(weight)},\n" for weight in file.plan.stages.tied)
-    file.constants.append(f"TIED = [  # weights that several stages read, by stage\n{tied}]")
-    file.functions.append(
-        "@cache\n"
-        "def ranks_with(stages: tuple[int, ...]) -> dist.ProcessGroup:\n"
-        '    """The ranks of this pipeline that have one of these stages."""\n'
-        f"    pipelines = mesh().mesh.movedim({len(names)}, -1).reshape(-1, len(HELD)).tolist()\n"
-        "    inside = [rank for rank, held in enumerate(HELD) if set(held) & set(stages)]\n"
-        "    groups = [[pipeline[rank] for rank in inside] for pipeline in pipelines]\n"
-        "    return dist.new_subgroups_by_enumeration(groups)[0]\n\n\n"
-        "def untie(model: nn.Module, held: tuple[int, ...]) -> None:\n"
-        '    """Give stages of this rank that read the same weight one each."""\n'
-        "    for names in TIED:\n"
-        "        for stage in [stage for stage in held if stage in names][1:]:\n"
-        "            weight = model.get_parameter(names[stage])\n"
-        "            own = nn.Parameter(weight.detach().clone(), weight.requires_grad)\n"
-        "            for module in (m for name in STAGES[stage] for m in model.get_submodule(name).modules()):\n"
-        "                for name, x in [*module.named_parameters(recurse=False, remove_duplicate=False)]:\n"
-        "                    if x is weight:\n"
-        "                        setattr(module, name, own)\n\n\n"
-        "def add_tied(parts: nn.ModuleList) -> None:\n"
-        '    """Each of the stages that read a weight has one of its own, and the sum of their gradients."""\n'
-        "    for names in TIED:\n"
-        "        group, grads = ranks_with(tuple(names)), []\n"
-        "        for part in parts:\n"
-        "            if part.stage in names:\n"
-        "                weight = part.model.get_parameter(names[part.stage])\n"
-        "                if isinstance(weight, DTensor):  # gradients may lie otherwise than their weights\n"
-        "                    weight.grad = weight.grad.redistribute(placements=weight.placements)\n"
-        "                grads.append(weight.grad.to_local() if isinstance(weight, DTensor) else weight.grad)\n"
-        "        if grads:\n"
-        "            dist.all_reduce(total := torch.stack(grads).sum(0), group=group)\n"
-        "        for grad in grads:\n"
-        "            grad.copy_(total)"
     )
