@@ -38,6 +38,7 @@ ZERO: Any = np.uint64(0)
 ONE: Any = np.uint64(1)
 TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
+FOUR: Any = np.uint64(4)
 
 TRIED: Final = ((0, 68),)
 """Versions of numba whose inner workings are known to be what ``linking`` relies on."""

@@ -39,9 +39,9 @@ class Span:
         self.last = max(self.last, task)
 
 
-def put_together(lowered: Lowered, task: int) -> int:
-    """The moment in which what a computation needs is put together."""
-    return 3 * lowered.tasks.identity[task].block
+def put_together(lowered: Lowered, task: int, first: bool = False) -> int:
+    """The moment in which what a computation needs is put together: its first operand, or the others."""
+    return 4 * lowered.tasks.identity[task].block + (not first)
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:
@@ -500,7 +500,7 @@ class _Walk:
         joined = self._receive(purpose, key, plan, tensor.itemsize)
         for device, task in joined.items():
             if device in result and task > result[device].first:
-                result[device].joined, result[device].first = put_together(self.lowered, task), task
+                result[device].joined, result[device].first = self._put_together_for(purpose, key, task), task
         return result
 
     def _put_together(self, key: int, plan: Reshard, device: int, result: Span, itemsize: int) -> None:
@@ -516,7 +516,7 @@ class _Walk:
                 if arriving:
                     self._until_added(key, own)
                 elif self.lowered.weights[key].plan.states > States.WHOLE:
-                    own.used_up = 3 * self._next_but_one(min(self._crossing_of(key)))
+                    own.used_up = 4 * self._next_but_one(min(self._crossing_of(key))) + 1
                 else:
                     own.used_up = put_together(self.lowered, self._update(device))
             result.cut = -1
@@ -547,7 +547,7 @@ class _Walk:
                             buffer.until(used)
                         elif used > max(tasks):
                             joined[device] = max(joined.get(device, 0), used)
-                            buffer.used_up = put_together(self.lowered, joined[device])
+                            buffer.used_up = self._put_together_for(purpose, key, joined[device])
         return joined
 
     def _next_but_one(self, task: int) -> int:
@@ -575,7 +575,20 @@ class _Walk:
 
     def _joined(self, purpose: str, key: int, device: int, task: int) -> int:
         """The moment in which what a communication brings is put together."""
-        return put_together(self.lowered, self._unpacked(purpose, key, device, task))
+        return self._put_together_for(purpose, key, self._unpacked(purpose, key, device, task))
+
+    def _put_together_for(self, purpose: str, key: int, task: int) -> int:
+        """The moment in which what crosses an edge is put together for a computation: that of its first operand, or of
+        the others. A gradient of its output comes before weights that are gathered again; behind what it reads, if it
+        has no other pass."""
+        if purpose in ("gather", "regather"):
+            return put_together(self.lowered, task)
+        tasks = self.lowered.tasks
+        operator, device = tasks.operator[task], tasks.device[task]
+        if purpose == "backward":
+            late = self.graph.operators[operator].half == "weights"
+            return put_together(self.lowered, task, not late or (TaskKind.RECOMPUTE, operator, device) in self.task)
+        return put_together(self.lowered, task, (operator, 0) in self.lowered.edges[key].readers)
 
     def _first_read(self, edge: int, again: bool) -> int:
         """The first block that reads a weight that is gathered (``again``) with that of an edge."""

@@ -10,8 +10,9 @@ from flexsearch.simulate.recipe_memory import recipe_spans
 
 
 class Span(NamedTuple):
-    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 3 * block is where what it
-    reads is put together, 3 * block + 1 its computing, 3 * block + 2 its communicating."""
+    """Bytes on a device, alive from moment ``first`` to moment ``last``, both included: 4 * block is where its first
+    operand is put together, 4 * block + 1 where the others are, 4 * block + 2 its computing, 4 * block + 3 its
+    communicating."""
 
     device: int
     first: int

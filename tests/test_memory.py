@@ -89,7 +89,7 @@ GRAPHS: dict[str, Callable[[], OperatorGraph]] = {
 
 def moments_of_tasks(lowered: Lowered) -> list[int]:
     """Moment of every task: of its block, computing or communicating."""
-    return [3 * row.block + 1 + row.communicates for row in lowered.tasks.identity]
+    return [4 * row.block + 2 + row.communicates for row in lowered.tasks.identity]
 
 
 def expected_spans(lowered: Lowered) -> Counter[Span]:
@@ -106,14 +106,14 @@ def expected_spans(lowered: Lowered) -> Counter[Span]:
 def _lifetime(span: TaskSpan, moments: Sequence[int]) -> tuple[int, int]:
     """Moments. What is cut out of something behind a task is, like that, there when the task's block communicates;
     what is put together before one, like what it is made of, at that moment (``put_together``)."""
-    block = 3 * span.block + 1
+    block = 4 * span.block + 2
     first, last = block if span.added else moments[span.first], max(moments[span.last], block if span.block else 0)
     first = span.joined if span.joined >= 0 else first
     last = max(last, span.used_up)
-    last = max(last, moments[span.left] // 3 * 3 + 2) if span.left >= 0 else last
+    last = max(last, moments[span.left] // 4 * 4 + 3) if span.left >= 0 else last
     if span.cut < 0:
         return first, last
-    behind = moments[span.cut] // 3 * 3 + 2
+    behind = moments[span.cut] // 4 * 4 + 3
     return (first if span.first <= span.cut else behind), max(last, behind)
 
 
@@ -320,18 +320,18 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
     change = Counter[int]()
 
     def add(nbytes: int, begin: tuple[int, int], first: int, end: tuple[int, int], last: int) -> None:
-        change[3 * place[begin] + first] += nbytes
-        change[3 * place[end] + last + 1] -= nbytes
+        change[4 * place[begin] + first] += nbytes
+        change[4 * place[end] + last + 1] -= nbytes
 
     for s in spans:
         if s.device != device:
             continue
         rows = []
         for moment in (s.first, s.last):
-            block = moment // 3
+            block = moment // 4
             among = own if block in latest or schedule.once[block] or schedule.last[block] else each or own
             v = next((w for w in among if w >= block), among[-1])
-            rows.append((v, moment % 3 if v == block else 0))
+            rows.append((v, moment % 4 if v == block else 0))
         (a, first), (b, last) = rows
         if s.last < s.first:  # each microbatch's ends in the next one
             beside = s.part == "gradients"  # a sum, which is the first one; cut out of what ends where it begins
@@ -339,9 +339,9 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             for k, following in zip(order, [*order[1:], None], strict=True):
                 if beside and k == order[0]:
                     continue
-                change[3 * place[a, k] + first + beside] += s.nbytes
+                change[4 * place[a, k] + first + beside] += s.nbytes
                 if following is not None:
-                    change[3 * place[b, following] + last + 1] -= s.nbytes
+                    change[4 * place[b, following] + last + 1] -= s.nbytes
             continue
         if not schedule.once[a] and not schedule.once[b]:
             for k in range(count):

@@ -101,10 +101,7 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
         ("decoder", 10, 0),  # gradients in several layouts, received and added up
         ("decoder", 12, 0),  # halves of a backward pass that keep parts of values
         ("decoder", 9, 3),  # gradients of parts of a value, added in the memory of their sum
-        pytest.param(  # two phases, of the first of which a part stays
-            "decoder", 14, 4,
-            marks=pytest.mark.xfail(strict=True, reason="operands are put together one by one (docs/runtime.md)"),
-        ),
+        ("decoder", 14, 4),  # two phases, of the first of which a part stays; operands that are put together in turn
         ("decoder", 18, 3),  # attention's kernel makes gradients that another replica is left to send
         ("decoder", 13, 3),  # what the first of two phases leaves, cut from all that is there
         ("mlp", 16, 0),  # weights gathered far ahead

@@ -98,7 +98,7 @@ def kept(graph: OperatorGraph, options: Options) -> int:
     """Bytes of activations that live from the forward to the backward pass."""
     plan = lowered(graph, options)
     blocks = plan.rows.blocks
-    middle = 3 * max(int(b) for b in np.flatnonzero(blocks.kind == FORWARD)) + 2
+    middle = 4 * max(int(b) for b in np.flatnonzero(blocks.kind == FORWARD)) + 3
     return sum(s.nbytes for s in spans_of(plan) if s.part == "activations" and s.first <= middle < s.last)
 
 
@@ -230,7 +230,7 @@ def test_weights_are_gathered_once_more_and_do_not_live_through_the_step() -> No
 
 
 def weights_at_the_end_of_forward(plan: Lowered) -> int:
-    middle = 3 * max(int(b) for b in np.flatnonzero(plan.rows.blocks.kind == FORWARD)) + 2
+    middle = 4 * max(int(b) for b in np.flatnonzero(plan.rows.blocks.kind == FORWARD)) + 3
     return sum(s.nbytes for s in spans_of(plan) if s.part in ("weights", "gathered") and s.first <= middle < s.last)
 
 

@@ -333,7 +333,7 @@ def test_activations_kept_for_the_backward_are_those_that_autograd_saves(name: s
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         z.loss(z.model(*z.inputs), z.targets)
     lowered = plan(import_model(z.model, z.inputs, z.loss, targets=z.targets), Topology.load("ethernet-1g:1"), {})
-    last = 3 * int(np.flatnonzero(lowered.rows.blocks.kind == FORWARD).max()) + 2  # moment at which the forward ends
+    last = 4 * int(np.flatnonzero(lowered.rows.blocks.kind == FORWARD).max()) + 3  # moment at which the forward ends
     spans = [s for s in spans_of(lowered) if s.part == "activations" and s.first <= last < s.last]
     assert sum(s.nbytes for s in spans) == pytest.approx(sum(saved.values()), rel=0.1)
 

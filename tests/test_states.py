@@ -62,11 +62,11 @@ def test_what_is_kept_from_one_microbatch_to_the_next_is_what_zero_counts(states
     parts in all three cases, 2 / n, and is whole beside that from its gather, once a step, to its last use."""
     graph = stack(3)
     lowered = plan(states, Options(optimizer="adam", precision="bf16"), graph)
-    schedule, end = lowered.rows.schedule, 3 * len(lowered.rows.schedule.kind) - 1
+    schedule, end = lowered.rows.schedule, 4 * len(lowered.rows.schedule.kind) - 1
     elements, kept = sum(t.nbytes // t.itemsize for t in graph.of_kind("parameter")), Counter[str]()
     for span in spans_of(lowered):
         if span.device == 0:
-            begins, ends = schedule.once[span.first // 3], schedule.once[span.last // 3]
+            begins, ends = schedule.once[span.first // 4], schedule.once[span.last // 4]
             always = span.part in ("weights", "optimizer") and span.first == 0 and span.last == end
             summed = span.part == "gradients" and not begins and bool(ends)
             gathered = span.part == "gathered" and bool(begins) and not ends

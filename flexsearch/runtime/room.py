@@ -22,7 +22,8 @@ from flexsearch.lower import Lowered
 from flexsearch.runtime.instructions import AwaitSends, Instruction, Post, Program, Start, Update, Wait
 from flexsearch.runtime.liveness import ahead_bytes, received_bytes
 from flexsearch.runtime.tasks import tasks_of
-from flexsearch.simulate.memory import BLOCK_CELLS, Use, use_of
+from flexsearch.simulate.account import BLOCK_CELLS
+from flexsearch.simulate.memory import Use, use_of
 
 
 def with_room(program: Program, place: Mapping[int, int]) -> Program:

@@ -1,8 +1,8 @@
 """Peak memory of every device, exactly, kept up to date from proposal to proposal, compiled.
 
-A device's memory is a row of **cells**, four for each block: bytes that begin where what it reads is put together; that
-end there or begin with its computing; that end with that or begin with its communicating; that end with that. The use
-at a moment is the sum of all cells up to where it begins. Cells
+A device's memory is a row of **cells**, five for each block: bytes that begin where its first operand is put together;
+that end there or begin where the others are; that end there or begin with its computing; that end with that or begin
+with its communicating; that end with that. The use at a moment is the sum of all cells up to where it begins. Cells
 come in chunks, and a chunk is a pair: its net bytes and its high-water mark. Pairs compose, so the peak of a device is
 a scan over the chunks of its actions, in the order of its schedule. With several microbatches there are cells for the
 first, the last, that whose backward pass is the second to run, and the others, as weights are gathered for the first,
@@ -16,12 +16,12 @@ that is left on any device even if nothing old went, a plan fits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import FOUR, I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.lower.arrays import State
 from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
@@ -29,8 +29,9 @@ from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.most import most_bytes
 from flexsearch.simulate.spans import BUFFERS, GRADIENTS, Sources, Spans
 
-CELLS: Any = np.uint64(4)
+CELLS: Any = np.uint64(5)
 """Of a block."""
+BLOCK_CELLS: Final = int(CELLS)
 
 
 @packed
@@ -196,12 +197,12 @@ def _which(schedule: Schedule, block: Any, last: Any, ends: Any) -> Any:
 
 @lean
 def _cell(account: Account, d: Any, moment: Any, ends: Any) -> Any:
-    """Where what begins or ends at a moment counts on a device. Where it does not run the block, that is where what the
-    next block that it runs reads is put together."""
-    block = moment // THREE
+    """Where what begins or ends at a moment counts on a device. Where it does not run the block, that is where the
+    first operand of the next block that it runs is put together."""
+    block = moment // FOUR
     own = np.uint64(account.next_block[np.uint64(account.schedule.group[d]), block])
     if own == block:
-        return CELLS * block + moment % THREE + ends
+        return CELLS * block + moment % FOUR + ends
     return CELLS * own + ends
 
 

@@ -39,6 +39,7 @@ from flexsearch.simulate.spans import (
     carry,
     computing,
     end_of,
+    joining,
     prolong,
 )
 
@@ -65,10 +66,9 @@ def distribute(
     if partner != NOTHING:
         note_gradient(sources, state, np.uint64(partner), spans)
     if gathered:
-        used = _unpacking(sources, slot, again, sent)
+        joined = begins = _unpacking(sources, slot, again, sent)
     else:
-        used = _first_use(sources, state, slots, k, last, again, home, sent)
-    joined = begins = put_together(sent, used)
+        joined = begins = _first_use(sources, state, slots, k, last, again, home, sent)
     if gathered and again == 0 and not _gathered_each(sources, slot, now):
         begins = sent  # it is there once, not from one moment of each microbatch on
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
@@ -98,25 +98,24 @@ def _gathered_each(sources: Sources, slot: Any, now: Any) -> Any:
 def _unpacking(sources: Sources, slot: Any, again: Any, sent: Any) -> Any:
     """When what is ``sent`` of the weight that a slot reads is put together."""
     units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
-    block = units.unpack_again_block[w] if again else units.unpack_block[w]
-    return max(sent, computing(block))
+    return max(sent, joining(units.unpack_again_block[w] if again else units.unpack_block[w], False))
 
 
 @lean
 def _first_use(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, again: Any, home: Any, sent: Any
 ) -> Any:  # fmt: skip
-    """When readers that share the edge of ``slots[k]`` first wait for what it brings; ``sent`` if none does."""
+    """When what the edge of ``slots[k]`` brings is put together for the first of the readers that share it; if there is
+    none, or one that need not wait, when it is ``sent``."""
     units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
     if k == last:
         return sent
     if not again:
-        reader = np.uint64(wiring.slot_operator[slot])
         for j in range(k, last):
             other = np.uint64(slots[j])
             if np.uint64(state.leader[other]) == slot and not is_late(sources, np.uint64(wiring.slot_operator[other])):
-                return computing(units.forward_block[np.uint64(wiring.slot_operator[other])])
-        return computing(units.backward_block[reader])
+                return max(sent, _joining(sources, other, units.forward_block))
+        return max(sent, _joining(sources, slot, units.backward_block))
     found, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
@@ -125,10 +124,16 @@ def _first_use(
             if home != NOTHING and units.region[reader] != home:
                 continue
             if units.recompute_block[reader] != NOTHING:
-                found, never = min(found, computing(units.recompute_block[reader])), False
+                found, never = min(found, _joining(sources, other, units.recompute_block)), False
             elif units.backward[reader] == 1:
-                found, never = min(found, computing(units.backward_block[reader])), False
-    return sent if never else found
+                found, never = min(found, _joining(sources, other, units.backward_block)), False
+    return sent if never else max(sent, found)
+
+
+@lean
+def _joining(sources: Sources, slot: Any, block: U32) -> Any:
+    """When what a slot reads is put together for a pass of its reader, which has the blocks ``block``."""
+    return joining(block[np.uint64(sources.wiring.slot_operator[slot])], sources.wiring.slot_position[slot] == 0)
 
 
 @lean
@@ -208,12 +213,6 @@ def hand_on(
                 spans.output[np.uint64(units.place[t]), d] = holder
             if inside == (again != 0):  # what a region reads from outside is there once
                 spans.again[np.uint64(units.place[t]), d] = holder
-
-
-@lean
-def put_together(sent: Any, used: Any) -> Any:
-    """When something is put together to be ``used`` by a computing that is ``sent``."""
-    return used - ONE if used > sent else sent
 
 
 @lean

@@ -1,8 +1,9 @@
 """What a plan keeps in memory on every device, and from when to when: the one definition, compiled.
 
-Memory needs no times: each device runs the blocks of a plan in a fixed order, and a block has three **moments**: what
-it reads is put together (number 3 * block), it computes (3 * block + 1), and it communicates (3 * block + 2). A
-**span** is bytes on a device from its first to its last moment, both included. These are the spans:
+Memory needs no times: each device runs the blocks of a plan in a fixed order, and a block has four **moments**: its
+first operand is put together (number 4 * block), the others are (4 * block + 1), it computes (4 * block + 2), and it
+communicates (4 * block + 3). A **span** is bytes on a device from its first to its last moment, both included. These
+are the spans:
 
 - **At hand**, all the time: of inputs, buffers and constants the smallest box that holds all that a device's pieces
   read in all microbatches, from the first row to the last; weights as they are stored, with the optimizer's state for
@@ -29,9 +30,10 @@ it reads is put together (number 3 * block), it computes (3 * block + 1), and it
   communication that the device takes part in to that of the second phase, or until a copy is put together from a part
   of it; of gradients of weights, which a device keeps its part of, until they are added.
 - A **receive buffer**, for what is only a part of what it is for, or is added to more: from the communication to the
-  first computation that waits for it. Right before that, what it reads is put together: there the buffer and what else
-  it is made of end, and the copy begins. What the first of two phases brings has gone when the rest comes, so that of
-  the smaller of both nothing more is counted. Weights that are gathered together are put together where the first of
+  first computation that waits for it. Right before that, what it reads is put together: the first operand, in a
+  backward pass the gradient of the output, and then the others. There the buffer and what else it is made of end, and
+  the copy begins. What the first of two phases brings has gone when the rest comes, so that of the smaller of both
+  nothing more is counted. Weights that are gathered together are put together where the first of
   them is read (``Units.unpack_block``); those that are gathered once for several microbatches count from the
   communication on.
 - The **gradient of an activation**, as the readers' pieces make it: from the first backward that adds to it (the last
@@ -95,7 +97,6 @@ from flexsearch.simulate.copies import (
     last_use,
     leave,
     note_gradient,
-    put_together,
 )
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -109,6 +110,7 @@ from flexsearch.simulate.spans import (
     add,
     computing,
     end_of,
+    joining,
     prolong,
 )
 from flexsearch.simulate.weight_lifetimes import hold_weight
@@ -335,13 +337,14 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
     added to those of edges before, and let go: at once, or where something is received, when it is put together."""
     landings, template = sources.landings, np.uint64(state.backward[slot])
     producer, place, sent = np.uint64(sources.wiring.tensor_producer[t]), np.uint64(sources.units.place[t]), now + ONE
-    used = until = sent
+    used = until = joined = sent
     if sources.units.backward[producer] == 1:
         used = computing(sources.units.backward_block[producer])
         until = computing(sources.units.weight_block[producer])
+        # Of one that has only this pass, operands come first.
+        joined = max(sent, joining(sources.units.backward_block[producer], not is_late(sources, producer)))
         if sources.units.hands_on[producer] == 1:  # it is that of an operand, too
             until = used - ONE
-    joined = put_together(sent, used)
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
         d, role = np.uint64(landings.device[row]), landings.role[row]
         original = np.uint64(spans.gradient[d])

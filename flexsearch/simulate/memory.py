@@ -16,7 +16,7 @@ from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
 from flexsearch.lower.taskgraph import Row
 from flexsearch.lower.view import Rows
-from flexsearch.simulate.account import CELLS, Account, enter, which_cells
+from flexsearch.simulate.account import BLOCK_CELLS, Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.recipe_memory import Kept, recipe_spans
@@ -30,8 +30,6 @@ _enter = direct(enter)
 Part = Literal["weights", "gathered", "gradients", "optimizer", "activations", "buffers"]
 PARTS: Final[tuple[Part, ...]] = ("weights", "gathered", "gradients", "optimizer", "activations", "buffers")
 """In the order of their numbers in ``spans``."""
-BLOCK_CELLS: Final = int(CELLS)
-"""As in ``account``."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def _clocks(rows: Rows, times: Times, account: Account) -> Iterator[npt.NDArray[
             computes = first[d, of] >= 0
             start = np.where(computes, begun[own, first[d, of]], 0)
             end = np.where(computes, ended[own, last[d, of]], 0)
-            row.append(np.stack([start, start, end, end], axis=1).ravel())
+            row.append(np.stack([start, start, start, end, end], axis=1).ravel())
         yield np.maximum.accumulate(np.concatenate(row))
 
 

@@ -37,7 +37,7 @@ def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
 
 def _computing(block: int) -> int:
     """As ``spans.computing``."""
-    return 3 * block + 1
+    return 4 * block + 2
 
 
 def _itemsize(lowered: Lowered, group: RecipeGroup) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import FOUR, I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.graph import Flow
 from flexsearch.lower.arrays import BlockTable, Pools, Program
 from flexsearch.lower.change import Wiring
@@ -172,16 +172,22 @@ def carry(spans: Spans, handle: Any, moment: Any, carried: Any) -> None:
 
 
 @lean
+def joining(block: Any, first: Any) -> Any:
+    """The moment at which what a block reads is put together: its ``first`` operand, or the others."""
+    return FOUR * np.uint64(block) + (ZERO if first else ONE)
+
+
+@lean
 def computing(block: Any) -> Any:
-    """The moment at which a block computes; that before, what it reads is put together, and that behind, it
+    """The moment at which a block computes, behind those at which what it reads is put together; in the next one it
     communicates."""
-    return THREE * np.uint64(block) + ONE
+    return FOUR * np.uint64(block) + TWO
 
 
 @lean
 def sent_with(moment: Any) -> Any:
     """The moment at which the block of a moment communicates."""
-    return np.uint64(moment) // THREE * THREE + TWO
+    return np.uint64(moment) // FOUR * FOUR + THREE
 
 
 @lean

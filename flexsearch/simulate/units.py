@@ -22,7 +22,7 @@ from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
-from flexsearch.simulate.account import Account
+from flexsearch.simulate.account import BLOCK_CELLS, Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     ALONE,
@@ -63,7 +63,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     count, chunks = len(units.root), len(chunk_first) - 1
     return Account(
         state=_small(rows.empty_state()), spans=_make_spans(graph, units, rows.wiring, rows.program, devices),
-        schedule=schedule, empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, 4 * blocks), np.int64),
+        schedule=schedule, empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, BLOCK_CELLS * blocks), np.int64),
         net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
         chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
         changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
@@ -99,10 +99,10 @@ def _next_blocks(schedule: Schedule, blocks: int) -> npt.NDArray[np.uint32]:
 
 def _chunks(schedule: Schedule, blocks: int) -> tuple[Numbers, Numbers]:
     """``Account.chunk_of`` and ``chunk_first``: the blocks of an action are whole chunks."""
-    ends = 4 * np.union1d(schedule.block_first, schedule.block_last).astype(np.int64)
-    first = np.union1d(np.arange(0, 4 * blocks, _CHUNK), ends[ends < 4 * blocks])
-    chunk_of = np.repeat(np.arange(len(first)), np.diff([*first, 4 * blocks]))
-    return chunk_of.astype(np.uint32), np.array([*first, 4 * blocks], np.uint32)
+    ends = BLOCK_CELLS * np.union1d(schedule.block_first, schedule.block_last).astype(np.int64)
+    first = np.union1d(np.arange(0, BLOCK_CELLS * blocks, _CHUNK), ends[ends < BLOCK_CELLS * blocks])
+    chunk_of = np.repeat(np.arange(len(first)), np.diff([*first, BLOCK_CELLS * blocks]))
+    return chunk_of.astype(np.uint32), np.array([*first, BLOCK_CELLS * blocks], np.uint32)
 
 
 # ---- units
