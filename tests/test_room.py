@@ -16,6 +16,7 @@ from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.instructions import AwaitSends, Post, Program, Start, Wait
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.wire import Wire
+from flexsearch.simulate.account import BLOCK_CELLS
 from flexsearch.simulate.memory import memory, use_of
 
 
@@ -61,7 +62,7 @@ def test_use_in_the_order_of_a_program_has_the_peak_of_the_account() -> None:
     program = _programs("mlp", 2, 2)[0]
     use, whole = use_of(program.lowered, 0), memory(program.lowered)[0]
     assert use.peak == whole.peak - whole.optimizer == use.after.max()
-    assert len(use.after) == 1 + 4 * len(use.place)
+    assert len(use.after) == 1 + BLOCK_CELLS * len(use.place)
 
 
 class _Work:
