@@ -30,6 +30,7 @@ from flexsearch.runtime.gradients import add_earlier, set_aside
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.modes import refuse_modes
+from flexsearch.runtime.optimizers import Optimizers
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import apart, without_synchronisation
 from flexsearch.runtime.recipes.synchronisation import Synchronisation
@@ -83,6 +84,7 @@ class Parallel:
         self.synchronisation = Synchronisation(
             lowered, self.stored, self._empty, self.failures, timeout_s, tolerate, make
         )
+        self._optimizers = Optimizers(model, self.stored, self._empty, self.failures, self.synchronisation.diverges)
         self._one_call = self._updated = False
         """Whether every step updates; whether the optimizer has stepped in the step at hand."""
         runs = without_synchronisation(lowered, self.synchronisation.names)
@@ -100,8 +102,7 @@ class Parallel:
         )
         self._batch_size = BatchSize(self.feed, self.rank, device)
         self._evaluating = False
-        if not self.stored.everywhere:
-            clip_whole_gradients(self)
+        clip_whole_gradients(None if self.stored.everywhere else self)
 
     def set_up(self, model: nn.Module, example: Example | None, function: Initialise | bool) -> None:
         """Keep what tracing again takes, and draw the first weights with ``function``, if that is one."""
@@ -169,12 +170,14 @@ class Parallel:
             self.optimizer, self._one_call = self.synchronisation.optimizer, True
             return
         trained = [p for _, p in self.stored.parameters if p.requires_grad]
-        optimizer = make(trained) if trained else None
-        if trained and not isinstance(optimizer, Optimizer):
-            raise RuntimeFailure(
-                f"parallelize(optimizer=...) returned {optimizer!r} and no optimizer",
-                "Pass a function of the weights: lambda weights: torch.optim.SGD(weights, lr=0.1).",
-            )
+        with self.failures.watch():
+            optimizer = make(trained) if trained else None
+            if trained and not isinstance(optimizer, Optimizer):
+                raise RuntimeFailure(
+                    f"parallelize(optimizer=...) returned {optimizer!r} and no optimizer",
+                    "Pass a function of the weights: lambda weights: torch.optim.SGD(weights, lr=0.1).",
+                )
+            self._optimizers.agree(optimizer)
         self.optimizer, self._one_call = optimizer, True
         self.engine.update = self._update
 

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.runtime.faults import Failures
+from flexsearch.runtime.optimizers import refuse_idle
 
 
 class Pieces(Protocol):
@@ -35,10 +36,12 @@ _STEPS: WeakValueDictionary[int, Pieces] = WeakValueDictionary()
 _NUMBER = count()
 
 
-def clip_whole_gradients(step: Pieces) -> None:
-    """Have PyTorch's function clip the gradients of ``step`` by the norm of the whole model's."""
+def clip_whole_gradients(step: Pieces | None) -> None:
+    """Have PyTorch's function clip the gradients of ``step`` by the norm of the whole model's, where it has pieces of
+    them; None: it is right as it is for parameters of the step, not for the model's own."""
     _replace()
-    _STEPS[next(_NUMBER)] = step
+    if step is not None:
+        _STEPS[next(_NUMBER)] = step
 
 
 @cache
@@ -52,6 +55,7 @@ def _replace() -> None:
         rows = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         step = _step_of(rows)
         if step is None:
+            refuse_idle("clip_grad_norm_", rows)
             return torchs(rows, max_norm, norm_type, error_if_nonfinite, foreach)
         return step.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
