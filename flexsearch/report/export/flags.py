@@ -29,6 +29,8 @@ def torchtitan_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
     _check_layers(plan, graph, "torchtitan")
     if plan.states == States.OPTIMIZER:
         raise _no("states: optimizer: torchtitan replicates weights or shards them (fully_shard)", "weights or whole")
+    if plan.states == States.WHOLE and plan.data > 1 and (plan.pipeline > 1 or plan.tensor > 1):
+        raise _no("states: whole: torchtitan replicates weights (DDP) beside no other parallelism", "states weights")
     if options.recompute == "attention" or options.recompute_blocks is not None:
         raise _no("recompute: torchtitan computes whole layers again, all of them", "recompute full or none")
     if options.precision == "fp16":
