@@ -78,8 +78,8 @@ SOURCE: list[Source] = []
 """Of the net, on this rank: what one plan's step has traced again need not be traced for the next plan's."""
 
 
-def stepped(file: str, traced: Imported) -> Parallel:
-    step = distribute(Net(), traced, read(file), example=(*batch(), loss))
+def stepped(file: str, traced: Imported, net: Net | None = None) -> Parallel:
+    step = distribute(Net() if net is None else net, traced, read(file), example=(*batch(), loss))
     SOURCE[:] = SOURCE or [step.variants.traceable()]
     step.variants.source = SOURCE[0]
     return step

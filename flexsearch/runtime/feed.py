@@ -19,6 +19,17 @@ from flexsearch.lower import Entry, Layout, Lowered
 from flexsearch.runtime.regions import everywhere, whole
 
 
+def one_batch(batch: Any, more: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The batch that a step is called with: step(a, b) is step((a, b)). Raises RuntimeFailure for keyword arguments
+    that are none of its own."""
+    if named:
+        raise RuntimeFailure(
+            f"a step has no argument {', '.join(named)}",
+            "Pass a batch of keyword arguments as one dict: step(batch), not step(**batch).",
+        )
+    return (batch, *more) if more else batch
+
+
 class Feed:
     """How batches reach the ranks. ``samples[r]``: [low, high) of the global batch's samples that rank r needs."""
 
@@ -99,6 +110,11 @@ class Feed:
         """Keyword arguments in the order that they were imported in."""
         names = self.imported.keywords
         if not isinstance(inputs, Mapping):
+            if names and len(_tensors(inputs)) > 1:
+                raise RuntimeFailure(
+                    f"step got inputs without names; the model was imported with {', '.join(names)}",
+                    "Pass a dict of these.",
+                )
             return inputs
         if set(inputs) != set(names):
             passed, wanted = (", ".join(sorted(map(str, keys))) or "none" for keys in (inputs, names))

@@ -25,8 +25,9 @@ from flexsearch.runtime.batch_size import BatchSize
 from flexsearch.runtime.clip import check_norm, scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.faults import Failures
-from flexsearch.runtime.feed import Feed, batches, load, sample_order
+from flexsearch.runtime.feed import Feed, batches, load, one_batch, sample_order
 from flexsearch.runtime.gradients import add_earlier, set_aside
+from flexsearch.runtime.hooks import Hooks
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.modes import refuse_modes
@@ -84,6 +85,7 @@ class Parallel:
         self.synchronisation = Synchronisation(
             lowered, self.stored, self._empty, self.failures, timeout_s, tolerate, make
         )
+        self._hooks = Hooks(model, self.stored, self.failures)
         self._optimizers = Optimizers(model, self.stored, self._empty, self.failures, self.synchronisation.diverges)
         self._one_call = self._updated = False
         """Whether every step updates; whether the optimizer has stepped in the step at hand."""
@@ -122,23 +124,31 @@ class Parallel:
     # ---- training
 
     def __call__(
-        self, batch: Any, *, samples: int | None = None, scale: float = 1.0, outputs: bool = False
-    ) -> StepOutput:
+        self, batch: Any = None, *more: Any, samples: int | None = None, scale: float = 1.0, outputs: bool = False,
+        **others: Any,
+    ) -> StepOutput:  # fmt: skip
         """Forward and backward of all microbatches; gradients, synchronised, are added to those of the parameters.
 
         ``batch``: (inputs, targets) where the loss takes targets, else the inputs, nested as at import; the whole
         global batch, or only this rank's ``sample_range`` of it: of flattened targets the rows of these samples; what
         does not run over the batch (a mask for all samples) is always whole. None on a rank whose range is empty.
-        ``samples``: in the global batch, where it is smaller than the plan's and does not come from :meth:`loader`; the
-        same on all ranks. ``scale``: of the gradients, 1 / k where k calls accumulate a mean. ``outputs``: return what
-        the model returns, too, which takes another forward pass. Raises RuntimeFailure if a rank has failed.
+        step(a, b) is step((a, b)). ``samples``: in the global batch, where it is smaller than the plan's and does not
+        come from :meth:`loader`; the same on all ranks. ``scale``: of the gradients, 1 / k where k calls accumulate a
+        mean. ``outputs``: return what the model returns, too, which takes another forward pass. Raises RuntimeFailure
+        if a rank has failed.
         """
-        refuse_modes("step", self.stored, self._evaluating)
+        batch = one_batch(batch, more, others)
+        self._refuse("step")
         self._refuse_one_call("step(batch) leaves gradients for an optimizer")
         check_scale(scale)
         with self.failures.watch():
             inputs, targets = self.feed.pair(batch)
             return self._train(inputs, targets, samples, scale, outputs)
+
+    def _refuse(self, what: str) -> None:
+        """Raise RuntimeFailure if ``what`` ("step", "forward") is called where the plan cannot honour what is asked."""
+        refuse_modes(what, self.stored, self._evaluating)
+        self._hooks.check()
 
     def _refuse_one_call(self, what: str) -> None:
         """Raise RuntimeFailure where no gradients are left between a step's backward pass and its update."""
@@ -160,7 +170,7 @@ class Parallel:
                 "step(inputs, targets) updates the weights, but there is no optimizer",
                 "Pass parallelize(optimizer=...), or call step(batch) and then the optimizer's step().",
             )
-        refuse_modes("step", self.stored, self._evaluating)
+        self._refuse("step")
         with self.failures.watch():
             return self._train(inputs, targets, None, 1.0, False).loss
 
@@ -198,6 +208,7 @@ class Parallel:
             add_earlier(self.stored, earlier, scale)
         for counter in self.stored.counters.values():
             counter += 1
+        self._hooks.note()
         return StepOutput(self._loss(results, self.graph if smaller is None else smaller.graph), returned)
 
     def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
@@ -281,6 +292,13 @@ class Parallel:
                 "Trace another plan, or leave out the trace.",
             )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would train the original's weights."""
+        raise RuntimeFailure(
+            "a step cannot be copied or pickled: it is a part of a run",
+            "Save step.state_dict(), or by step.save(folder, optimizer); average nn.ParameterList(step.parameters()).",
+        )
+
     def close(self) -> None:
         """Take no more steps. Under asynchronous recipes, a rank that serves waits here for the other workers, as it
         does when the interpreter ends."""
@@ -343,14 +361,17 @@ class Parallel:
         finally:
             self._evaluating = before
 
-    def forward(self, batch: Any, *, samples: int | None = None, everything: bool = False) -> Any:
+    def forward(
+        self, batch: Any = None, *more: Any, samples: int | None = None, everything: bool = False, **others: Any
+    ) -> Any:
         """What the model returns, nested as it returns it, without gradients: for this rank's samples, or those of the
         whole batch (``everything``). What does not run over the batch is whole.
 
         ``batch``: the model's inputs as for a step; targets may stand beside them, and are ignored. ``samples``: of a
         batch that is smaller than the plan's. Each batch size is traced once. All ranks must call it.
         """
-        refuse_modes("forward", self.stored, self._evaluating)
+        batch = one_batch(batch, more, others)
+        self._refuse("forward")
         with self.failures.watch(), torch.inference_mode(False):  # communication needs version counters
             named = self.feed.named(self.feed.inputs(batch), None)
             return self.variants.forward(named, self._count(named, samples), self._evaluating, everything)
