@@ -142,6 +142,17 @@ def test_optimizers_of_whole_tensors_run_as_alone_or_are_refused_on_all_ranks(
             assert all(words in answer for words in (refused[name], "--save data-parallel", "AdamW"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("SGD", ""), ("AdamW", ""), ("Lambda", ""), ("LarsonAdam", ""), ("Adafactor", "whole weights"),
+     ("FusedLAMB", "whole weights"), ("LARS", "whole weights"), ("MuonWithAuxAdam", "whole weights"),
+     ("DistributedShampoo", "whole weights"), ("FullBatchLBFGS", "all weights together")],
+)  # fmt: skip
+def test_optimizers_of_others_are_known_by_the_words_of_their_names(kind: str, what: str) -> None:
+    own: type[torch.optim.Optimizer] = type(kind, (torch.optim.SGD,), {})
+    assert optimizers.looks_at(own) == optimizers.looks_at(type("Own", (own,), {})) == what
+
+
 def _of_a_group(file: str, traced: Imported) -> tuple[str, dict[str, Tensor]]:
     """Adafactor over what is whole, on the rank that has it; a group of others is added later."""
     step = distribute(Net(), traced, read(file))

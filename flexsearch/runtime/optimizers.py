@@ -3,6 +3,7 @@ pieces of weights, and those of the model's own parameters, which a step does no
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
@@ -20,9 +21,10 @@ from flexsearch.runtime.faults import Failures, with_all
 from flexsearch.runtime.regions import whole
 from flexsearch.runtime.stored import Stored
 
-_OF_TENSORS = torch.optim.Adafactor, torch.optim.Muon
-"""They compute with norms, or products, of whole weights; Muon of matrices alone."""
-WHOLE = (*_OF_TENSORS, torch.optim.LBFGS)
+_OF_WEIGHTS = frozenset({"adafactor", "came", "lamb", "larc", "lars", "muon", "novograd", "shampoo", "soap"})
+"""They compute with norms, or products, of whole weights."""
+_OF_ALL = "lbfgs"
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 ALIKE = "an optimizer that treats elements alike, such as AdamW or SGD"
 _PLAN = "Plan with all weights on all ranks (`flexsearch compare GRAPH -t TOPOLOGY --save data-parallel` writes one)"
 
@@ -67,11 +69,11 @@ class Optimizers:
     def refusal(self, optimizer: Optimizer, given: Collection[int]) -> RuntimeFailure | None:
         """Why an optimizer must not step over parameters (by id). Where it has all trained ones of this rank, all ranks
         answer alike, from the plan: one that holds whole weights must not go on alone."""
-        if not isinstance(optimizer, WHOLE):
+        what = looks_at(type(optimizer))
+        if not what:
             return None
-        graph, kind = self._stored.graph, type(optimizer).__name__
-        of_all = not isinstance(optimizer, _OF_TENSORS)
-        matrices = not of_all and isinstance(optimizer, torch.optim.Muon)
+        graph, kind, of_all = self._stored.graph, type(optimizer).__name__, what == _ALL_WEIGHTS
+        matrices = isinstance(optimizer, torch.optim.Muon)  # it takes no others
         mine = {
             id(p): _weight(name) for name, p in self._stored.parameters
             if graph.tensor[_weight(name)].requires_grad and (p.dim() == 2 or not matrices)
@@ -86,7 +88,6 @@ class Optimizers:
                 "recipe have gradients of their own",
                 f"Use a recipe with the mean of all in every step, or use {ALIKE}.",
             )
-        what = "all weights together" if of_all else "whole weights"
         for name, reason, planned in self._reasons(of_all):
             if name in chosen or (everything and (len(graph.tensor[name].shape) == 2 or not matrices)):
                 remedy = f"{_PLAN}, or use {ALIKE}." if planned else f"Use {ALIKE}, at least for this weight."
@@ -125,6 +126,16 @@ class Optimizers:
             f"{what} got parameters of the model, of which a step makes no gradients: it would change nothing",
             "Give it step.parameters(), or an optimizer step.parameter_groups(decay=...).",
         )
+
+
+_ALL_WEIGHTS = "all weights together"
+
+
+def looks_at(kind: type[Optimizer]) -> str:
+    """What an optimizer computes with besides single elements, as far as the names of its class and those above it say;
+    else nothing. PyTorch's are among these; what others do is not known."""
+    words = {word.lower() for base in kind.__mro__ for word in _WORD.findall(base.__name__)}
+    return _ALL_WEIGHTS if _OF_ALL in words else "whole weights" if words & _OF_WEIGHTS else ""
 
 
 def _weight(name: str) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.runtime.optimizers import ALIKE, WHOLE
+from flexsearch.runtime.optimizers import ALIKE, looks_at
 from flexsearch.runtime.recipes.member import Member
 from flexsearch.runtime.recipes.ranks import TAG, Ranks, count_of, nbytes_of, packed, unpacked
 from flexsearch.sync import Payload, Recipe
@@ -51,9 +51,9 @@ class Shard:
         self._bound = recipe.asynchronous.lead
         self.weights = nn.Parameter(like.new_zeros(self.end - self.begin))
         self.optimizer = make([self.weights])
-        if isinstance(self.optimizer, WHOLE):
+        if what := looks_at(type(self.optimizer)):
             raise RuntimeFailure(
-                f"{type(self.optimizer).__name__} looks at whole weights, and a server holds a row of elements of many",
+                f"{type(self.optimizer).__name__} looks at {what}, and a server holds a row of elements of many",
                 f"Use {ALIKE}.",
             )
         self.steps = [0] * len(group.devices)
