@@ -10,7 +10,6 @@ from flexsearch.graph.sequence import sequence_length
 from flexsearch.report.export.pipeline import SCHEDULES
 from flexsearch.strategy import States, Strategy
 from flexsearch.strategy.native import NativePlan, native_plan
-from flexsearch.strategy.tensor_parallel import NATIVE
 
 TITAN_SCHEDULES: Final = {kind: name.removeprefix("Schedule") for kind, name in SCHEDULES.items()}
 """As ``torch.distributed.pipelining.schedules.get_schedule_class`` takes them."""
@@ -119,7 +118,7 @@ def _megatron_pipeline(strategy: Strategy, plan: NativePlan) -> Flags:
     if chunks > 1:
         flags.append(("--num-layers-per-virtual-pipeline-stage", str(_equal_layers(plan))))
     else:
-        counts = [_layers(names) for names in plan.stages.modules]
+        counts = _counts(plan)
         if len(set(counts)) > 1:
             middle = counts[1:-1]
             if len(set(middle)) > 1:
@@ -146,8 +145,14 @@ def _check_layers(plan: NativePlan, graph: OperatorGraph, program: str) -> None:
             raise StrategyError(
                 f"operator {op.name!r} is not split by the plan, or its output is gathered; {program} splits every "
                 "linear layer of a block",
-                "Export to torch, or search again: " + NATIVE,
+                "Export to torch.",
             )
+    rows = {row for op in graph.operators if (row := _row(op.module))}
+    if len(rows) > 1 and (plan.tensor > 1 or plan.pipeline > 1):
+        raise StrategyError(
+            f"the model has several rows of layers ({', '.join(sorted(rows))}), and {program} counts those of one",
+            "Export to torch.",
+        )
     ranks = [device for stage in plan.mesh for row in stage for device in row]
     order = [device for stages in zip(*plan.mesh, strict=True) for row in stages for device in row]
     if order != sorted(ranks):
@@ -158,13 +163,27 @@ def _check_layers(plan: NativePlan, graph: OperatorGraph, program: str) -> None:
         )
 
 
+def _row(module: str) -> str:
+    """The list of layers that a module is in; else nothing."""
+    parts = module.split(".")
+    return next((".".join(parts[:k]) for k, part in enumerate(parts) if part.isdigit()), "")
+
+
 def _layers(names: tuple[str, ...]) -> int:
     """Repeated layers among the modules of a stage."""
     return sum(name.rpartition(".")[2].isdigit() for name in names)
 
 
-def _equal_layers(plan: NativePlan) -> int:
+def _counts(plan: NativePlan) -> list[int]:
+    """Repeated layers of the stages. Raises StrategyError where one has none."""
     counts = [_layers(names) for names in plan.stages.modules]
+    if not all(counts):
+        raise _no(f"stages: they have {counts} layers, and each needs one", "stages with layers")
+    return counts
+
+
+def _equal_layers(plan: NativePlan) -> int:
+    counts = _counts(plan)
     if len(set(counts)) > 1:
         raise _no(f"stages: they have {counts} layers, and need equally many", "equal stages")
     return counts[0]
