@@ -24,20 +24,9 @@ from flexsearch.topology import Topology
 from tests import test_loop, test_recipe_steps
 from tests.ranks import pool
 from tests.test_loop import assert_close, read
+from tests.test_recipe_steps import Net
 
 STEPS = 2
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.last(torch.tanh(self.first(x)))
-        return hidden
 
 
 class Memory(nn.Module):

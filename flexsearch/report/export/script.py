@@ -54,7 +54,10 @@ def _head(file: File) -> str:
         step = f"loss = forward_backward(parts, schedule, {own})  # None where the last stage is not"
     if file.device == "cuda":
         use.insert(0, 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')
-    lines += [f"    {line}" for line in [*use, step]]
+    use.append(step)
+    if plan.pipeline > 1:
+        use.append("clip_grad_norm_(parts, 1.0)  # if they are clipped: PyTorch's own sees one rank's stages alone")
+    lines += [f"    {line}" for line in use]
     lines += ["", "The loss is a mean over samples; gradients are means over replicas and microbatches."]
     if plan.elsewhere:
         count = len(plan.elsewhere)
