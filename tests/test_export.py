@@ -425,14 +425,14 @@ def test_replicas_of_what_is_split_are_refused_where_torchtitan_has_none() -> No
 
 
 def test_stages_without_layers_and_several_rows_of_layers_are_refused() -> None:
-    """Megatron-LM wants more than no layer in each stage, and has one row of them."""
+    """Megatron-LM wants more than no layer in each stage, and has one stack of them."""
     plan = layout(graph("llama"), 1, 1, ("norm",), ranks=2, topology="ethernet-1g-2", microbatches=2, options=ADAM)
     rows = graph_of_family("t5")
     two = layout(rows, 1, 1, ("decoder.embed_tokens",), ranks=2, topology="ethernet-1g-2", microbatches=2, options=ADAM)
     for flags in (torchtitan_flags, megatron_flags):
         with pytest.raises(StrategyError, match=r"stages: they have \[4, 0\] layers, and each needs one"):
             flags(plan, graph("llama"))
-        with pytest.raises(StrategyError, match=r"several rows of layers \(decoder.block, encoder.block\)"):
+        with pytest.raises(StrategyError, match=r"several stacks of layers \(decoder.block, encoder.block\)"):
             flags(two, rows)
 
 

@@ -32,7 +32,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, stored: Stored, failures: Failures) -> None:
         self._model, self._stored, self._failures = weakref.ref(model), stored, failures
-        self._before = {hook: what for hook, what, _ in self._there()}
+        self._before = {hook: what for hook, what, _ in self._existing()}
         self._last = -1
         if self._before and stored.rank == 0:
             warnings.warn(
@@ -43,7 +43,7 @@ class Hooks:
     def check(self) -> None:
         """Raise RuntimeFailure if there is one that was not there before."""
         if self._last != _registered():
-            for hook, what, remedy in self._there():
+            for hook, what, remedy in self._existing():
                 if hook not in self._before:
                     with self._failures.watch():  # it may be on this rank alone
                         raise RuntimeFailure(f"{what}, which a plan does not call", remedy)
@@ -54,7 +54,7 @@ class Hooks:
         looked for until there is another one."""
         self._last = _registered()
 
-    def _there(self) -> Iterator[tuple[int, str, str]]:
+    def _existing(self) -> Iterator[tuple[int, str, str]]:
         """Number of each hook, on what it is, and what to do instead."""
         model = self._model()
         for name, module in model.named_modules() if model is not None else ():

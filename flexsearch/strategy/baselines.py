@@ -310,9 +310,9 @@ def _layer_wise(setting: _Setting) -> Configs:
 
 
 def _depths(setting: _Setting) -> Sequence[int]:
-    if (found := depths(setting.graph)) is None:
+    if (depth_of := depths(setting.graph)) is None:
         raise _LeftOut("it needs recurrent layers that are unrolled: operators that read the same weights in turn")
-    return found
+    return depth_of
 
 
 def _depths_on(setting: _Setting, devices: Sequence[int]) -> Configs:

@@ -118,7 +118,7 @@ def _megatron_pipeline(strategy: Strategy, plan: NativePlan) -> Flags:
     if chunks > 1:
         flags.append(("--num-layers-per-virtual-pipeline-stage", str(_equal_layers(plan))))
     else:
-        counts = _counts(plan)
+        counts = _layer_counts(plan)
         if len(set(counts)) > 1:
             middle = counts[1:-1]
             if len(set(middle)) > 1:
@@ -147,10 +147,10 @@ def _check_layers(plan: NativePlan, graph: OperatorGraph, program: str) -> None:
                 "linear layer of a block",
                 "Export to torch.",
             )
-    rows = {row for op in graph.operators if (row := _row(op.module))}
-    if len(rows) > 1 and (plan.tensor > 1 or plan.pipeline > 1):
+    stacks = {stack for op in graph.operators if (stack := _stack(op.module))}
+    if len(stacks) > 1 and (plan.tensor > 1 or plan.pipeline > 1):
         raise StrategyError(
-            f"the model has several rows of layers ({', '.join(sorted(rows))}), and {program} counts those of one",
+            f"the model has several stacks of layers ({', '.join(sorted(stacks))}), and {program} counts those of one",
             "Export to torch.",
         )
     ranks = [device for stage in plan.mesh for row in stage for device in row]
@@ -163,7 +163,7 @@ def _check_layers(plan: NativePlan, graph: OperatorGraph, program: str) -> None:
         )
 
 
-def _row(module: str) -> str:
+def _stack(module: str) -> str:
     """The list of layers that a module is in; else nothing."""
     parts = module.split(".")
     return next((".".join(parts[:k]) for k, part in enumerate(parts) if part.isdigit()), "")
@@ -174,7 +174,7 @@ def _layers(names: tuple[str, ...]) -> int:
     return sum(name.rpartition(".")[2].isdigit() for name in names)
 
 
-def _counts(plan: NativePlan) -> list[int]:
+def _layer_counts(plan: NativePlan) -> list[int]:
     """Repeated layers of the stages. Raises StrategyError where one has none."""
     counts = [_layers(names) for names in plan.stages.modules]
     if not all(counts):
@@ -183,7 +183,7 @@ def _counts(plan: NativePlan) -> list[int]:
 
 
 def _equal_layers(plan: NativePlan) -> int:
-    counts = _counts(plan)
+    counts = _layer_counts(plan)
     if len(set(counts)) > 1:
         raise _no(f"stages: they have {counts} layers, and need equally many", "equal stages")
     return counts[0]

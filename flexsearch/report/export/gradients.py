@@ -48,27 +48,31 @@ def write_tied(file: File) -> None:
 
 
 def write_clipping(file: File) -> None:
-    """``clip_grad_norm_``."""
+    """``clip_grad_norm_``. One norm of all gradients that lie alike, so that few communications are needed."""
     file.needs("", "torch", "torch.distributed as dist")
     file.needs("torch.distributed.tensor", "DTensor")
-    counted = ""
+    earlier, unless = "", ""
     if file.plan.stages.tied:
-        counted = (
-            "        again = [names[part.stage] for names in TIED if part.stage in names and part.stage > min(names)]\n"
-            "        counted = {id(part.model.get_parameter(name)) for name in again}\n"
+        earlier = (
+            "        tied = [names[part.stage] for names in TIED if part.stage in names and part.stage > min(names)]\n"
+            "        in_earlier_stage = {id(part.model.get_parameter(name)) for name in tied}\n"
         )
-    unless = " and id(weight) not in counted" if counted else ""
+        unless = " and id(weight) not in in_earlier_stage"
     file.functions.append(
         "def clip_grad_norm_(parts: nn.ModuleList, max_norm: float) -> Tensor:\n"
         '    """Make the norm of the whole model\'s gradient at most this; what it was. PyTorch\'s own sees the parts\n'
         '    of one rank alone."""\n'
-        f'    square = torch.zeros((), device="{file.device}", dtype=torch.float64)\n'
+        "    alike: dict[object, list[Tensor]] = {}\n"
         "    for part in parts:\n"
-        f"{counted}"
+        f"{earlier}"
         "        for weight in part.model.parameters():\n"
-        f"            if weight.grad is not None{unless}:\n"
-        "                norm = torch.linalg.vector_norm(weight.grad)\n"
-        "                square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2\n"
+        f"            if (grad := weight.grad) is not None{unless}:\n"
+        "                layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None\n"
+        "                alike.setdefault(layout, []).append(grad)\n"
+        f'    square = torch.zeros((), device="{file.device}", dtype=torch.float64)\n'
+        "    for grads in alike.values():\n"
+        "        norm = nn.utils.get_total_norm(grads)\n"
+        "        square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2\n"
         '    dist.all_reduce(square, group=mesh().get_group("pipeline"))\n'
         "    norm = square.sqrt()\n"
         "    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)\n"
