@@ -22,8 +22,8 @@ from flexsearch.cli import streams as command_streams
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Before anything loads OpenMP; processes that tests start inherit it. Workers share the cores, and threads that wait for
-# each other kept other workers from theirs: the suite took 1.4 times as long.
+# Before anything loads OpenMP; processes that tests start inherit it. Workers share the cores, and threads that wait
+# for each other kept other workers from theirs: the suite took 1.4 times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SOURCE = str(Path(flexsearch.__file__).resolve().parent.parent)
