@@ -9,7 +9,8 @@ import numpy as np
 
 from flexsearch.compiled import ONE, THREE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.bucket import find_bucket
+from flexsearch.lower.bucket import find_added, find_bucket
+from flexsearch.lower.change import is_late
 from flexsearch.lower.footprints import (
     ALIASED,
     OWN,
@@ -41,6 +42,7 @@ from flexsearch.simulate.spans import (
     end_of,
     joining,
     prolong,
+    updating,
 )
 
 
@@ -89,9 +91,9 @@ def distribute(
 @lean
 def _gathered_each(sources: Sources, slot: Any, now: Any) -> Any:
     """Whether the weight that a slot reads is gathered at ``now`` for each microbatch."""
-    units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
-    each = units.regather_block[w] != NOTHING and now == computing(units.gather_block[w])
-    return each or units.several[0] == 0
+    blocks, w = sources.blocks, np.uint64(sources.wiring.slot_tensor[slot])
+    each = blocks.regather_of[w] != NOTHING and now == computing(blocks.gather_of[w])
+    return each or sources.units.several[0] == 0
 
 
 @lean
@@ -107,24 +109,25 @@ def _first_use(
 ) -> Any:  # fmt: skip
     """When what the edge of ``slots[k]`` brings is put together for the first of the readers that share it; if there is
     none, or one that need not wait, when it is ``sent``."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    units, blocks, wiring, slot = sources.units, sources.blocks, sources.wiring, np.uint64(slots[k])
     if k == last:
         return sent
     if not again:
         for j in range(k, last):
             other = np.uint64(slots[j])
-            if np.uint64(state.leader[other]) == slot and not is_late(sources, np.uint64(wiring.slot_operator[other])):
-                return max(sent, _joining(sources, other, units.forward_block))
+            late = is_late(blocks, sources.program, np.uint64(wiring.slot_operator[other]))
+            if np.uint64(state.leader[other]) == slot and not late:
+                return max(sent, _joining(sources, other, blocks.forward_of))
         return max(sent, _joining(sources, slot, units.backward_block))
     found, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
             reader = np.uint64(wiring.slot_operator[other])
-            if home != NOTHING and units.region[reader] != home:
+            if home != NOTHING and blocks.region[reader] != home:
                 continue
-            if units.recompute_block[reader] != NOTHING:
-                found, never = min(found, _joining(sources, other, units.recompute_block)), False
+            if blocks.recompute_of[reader] != NOTHING:
+                found, never = min(found, _joining(sources, other, blocks.recompute_of)), False
             elif units.backward[reader] == 1:
                 found, never = min(found, _joining(sources, other, units.backward_block)), False
     return sent if never else max(sent, found)
@@ -137,37 +140,31 @@ def _joining(sources: Sources, slot: Any, block: U32) -> Any:
 
 
 @lean
-def is_late(sources: Sources, operator: Any) -> Any:
-    """As ``lower.change.is_late``."""
-    return sources.program.late[operator] == 1 and sources.units.recompute_block[operator] == NOTHING
-
-
-@lean
 def _use(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any, backward: Any
 ) -> Any:  # fmt: skip
     """The last moment at which readers that share the edge of ``slots[k]`` need what it brings; those that are not
     gathered again count for their ``backward`` passes only if that is not 0."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    units, blocks, wiring, slot = sources.units, sources.blocks, sources.wiring, np.uint64(slots[k])
     if k == last:
         return end_of(sources)
     until = ZERO
     twice = gathered and state.kept[slot] == 0
-    twice = twice and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
+    twice = twice and blocks.regather_of[np.uint64(wiring.slot_tensor[slot])] != NOTHING
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) != slot:
             continue
         reader = np.uint64(wiring.slot_operator[other])
-        if again and not gathered and units.region[reader] != home:
+        if again and not gathered and blocks.region[reader] != home:
             continue
-        repeated = units.recompute_block[reader] != NOTHING
-        if not again and not is_late(sources, reader):
-            until = max(until, computing(units.forward_block[reader]))
-            if twice or (not gathered and repeated and units.region[reader] == home):
+        repeated = blocks.recompute_of[reader] != NOTHING
+        if not again and not is_late(blocks, sources.program, reader):
+            until = max(until, computing(blocks.forward_of[reader]))
+            if twice or (not gathered and repeated and blocks.region[reader] == home):
                 continue  # what comes later is gathered or computed again
-        if repeated and (gathered or again or units.region[reader] != home):
-            until = max(until, computing(units.recompute_block[reader]))
+        if repeated and (gathered or again or blocks.region[reader] != home):
+            until = max(until, computing(blocks.recompute_of[reader]))
         if not (backward or (gathered and again)):
             continue
         if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
@@ -202,12 +199,12 @@ def hand_on(
     sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
 ) -> None:
     """If the reader's outputs are views of what it reads here, what holds this holds them."""
-    wiring, units = sources.wiring, sources.units
+    wiring, units, blocks = sources.wiring, sources.units, sources.blocks
     if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
         return
     reader = np.uint64(wiring.slot_operator[slot])
     if units.is_view[reader] == 1:
-        inside = units.recompute_block[reader] != NOTHING and units.region[reader] == home
+        inside = blocks.recompute_of[reader] != NOTHING and blocks.region[reader] == home
         for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
             if not again:
                 spans.output[np.uint64(units.place[t]), d] = holder
@@ -260,34 +257,34 @@ def land(landings: Landings, spans: Spans, row: Any, sent: Any, joined: Any, beg
 class Exchanged(NamedTuple):
     """When a weight's gradients are exchanged: moments at which the first phase is ``sent`` and the second ``again``,
     and at which what they bring is ``used``; in the next microbatch if it is ``carried`` over. ``summed``: they are
-    summed over the microbatches before."""
+    summed over the microbatches before. ``update``: when the weight is updated."""
 
     sent: Any
     again: Any
     used: Any
     carried: Any
     summed: Any
+    update: Any
 
 
 @lean
 def exchanged(sources: Sources, plan: Any, w: Any) -> Any:
     """``Exchanged`` of weight ``w``, which is trained, under a plan of it. One that is in no bucket, as a recipe
     synchronises it, keeps its gradients until the update."""
-    blocks, sharding = sources.blocks, sources.pools.plan_sharding[plan]
+    blocks, sharding, update = sources.blocks, sources.pools.plan_sharding[plan], updating(sources)
     if blocks.bucket[w] == NOTHING:
-        update = computing(sources.units.update_block[0])
-        return Exchanged(update + ONE, update + ONE, update, True, False)
+        return Exchanged(update + ONE, update + ONE, update, True, False, update)
     bucket = np.uint64(find_bucket(blocks, sharding, w))
     sent, again = np.uint64(blocks.started_by[bucket]), np.uint64(blocks.finished_by[bucket])
-    used = np.uint64(blocks.added_by[bucket] if sharding > 0 else sources.units.update_block[0])
+    used = np.uint64(find_added(blocks, sharding, bucket))
     first, second = computing(sent) + ONE, computing(again) + ONE
-    return Exchanged(first, second, computing(used), used <= sent, blocks.sums[bucket] == ONCE)
+    return Exchanged(first, second, computing(used), used <= sent, blocks.sums[bucket] == ONCE, update)
 
 
 @lean
-def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: Any) -> Any:
-    """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
-    none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
+def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: Any) -> None:
+    """What the synchronisation of a weight leaves on a device: its gradient as it is stored, until the update, the
+    layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
     cuts out what stays, unless it sends the rest; ``when``: ``Exchanged``. The layout in between is put together before
     the second phase, from which on it is kept, and the gradient when it is used: until then there is what the device
     keeps of its own."""
@@ -305,7 +302,7 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
         again = add(spans, d, landings.staged_again[row], BUFFERS, when.again, when.used)
         carry(spans, again, when.used, when.carried)
     if copy == 0:
-        return ZERO
+        return
     if twice:
         begin = when.again if when.carried else max(when.used, when.again)
     elif staged > 0 and not when.carried and (role & OWN == 0 or landings.middle[row] == 0):
@@ -314,7 +311,14 @@ def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: A
         if stays > 0:
             add(spans, d, stays, GRADIENTS, begin, when.used - (ONE if role & OWN else ZERO))
         begin = when.used
-    return add(spans, d, copy, GRADIENTS, begin, begin)
+    if when.carried and role & TAKES_PART:
+        # Of each microbatch only what stays is there when it is sent, and added to the sum in the next one.
+        stays = copy if landings.middle[row] > 0 else own_part(landings, row)
+        carry(spans, add(spans, d, stays, GRADIENTS, when.sent, when.sent), when.used, True)
+        if stays < copy:
+            add(spans, d, copy - stays, BUFFERS, begin, when.update)
+        copy = stays
+    add(spans, d, copy, GRADIENTS, begin, when.update)
 
 
 @lean

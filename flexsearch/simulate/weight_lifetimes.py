@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.footprints import ALIASED, SENDS, TAKES_PART
+from flexsearch.lower.footprints import ALIASED, SENDS
 from flexsearch.lower.interned import entries_of
 from flexsearch.simulate.copies import (
     Exchanged,
@@ -17,7 +17,6 @@ from flexsearch.simulate.copies import (
     exchanged,
     land_gradient,
     message_bytes,
-    own_part,
 )
 from flexsearch.simulate.spans import (
     BUFFERS,
@@ -29,7 +28,6 @@ from flexsearch.simulate.spans import (
     Sources,
     Spans,
     add,
-    carry,
     computing,
     end_of,
     prolong,
@@ -43,7 +41,7 @@ _WEIGHTS = np.uint32(States.WEIGHTS * OVER_ALL)
 @lean
 def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
     """A weight as it is stored, the optimizer's state, gathered copies, and gradients."""
-    units, program = sources.units, sources.program
+    units, blocks, program, landings = sources.units, sources.blocks, sources.program, sources.landings
     pools, p = sources.pools, np.uint64(state.plan[w])
     template, trained, sharding = np.uint64(pools.plan_sync[p]), pools.plan_sync[p] != 0, pools.plan_sharding[p]
     first, last = np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])
@@ -56,15 +54,15 @@ def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
             add(spans, d, kept, OPTIMIZER, ZERO, end_of(sources))
     for every in range(np.uint64(spans.born.shape[0])):
         spans.born[every] = 0
-    before, when = ZERO, Exchanged(ZERO, ZERO, ZERO, False, False)
+    before, when = ZERO, Exchanged(ZERO, ZERO, ZERO, False, False, ZERO)
     if trained:
         when = exchanged(sources, p, w)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         if np.uint64(state.leader[slot]) == slot:
-            for again in range(2 if units.regather_block[w] != NOTHING and not once else 1):
+            for again in range(2 if blocks.regather_of[w] != NOTHING and not once else 1):
                 gather = computing(
-                    units.regather_block[w] if again else units.once_block[w] if once else units.gather_block[w]
+                    blocks.regather_of[w] if again else units.once_block[w] if once else blocks.gather_of[w]
                 )
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
@@ -73,7 +71,10 @@ def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 before += entries_of(sources.layouts, np.uint64(state.need[slot]))
                 _send_gradients(sources, w, template, when, spans)
     if trained:
-        _synchronise(sources, template, when, spans)
+        for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
+            born = np.uint64(spans.born[np.uint64(landings.device[row])])
+            # Where no piece makes a gradient, nothing is there before they are sent.
+            land_gradient(landings, spans, row, born if born > ZERO else when.sent, when)
 
 
 @lean
@@ -92,27 +93,8 @@ def _send_gradients(sources: Sources, w: Any, template: Any, when: Any, spans: S
                 prolong(spans, handle, sent_with(spans.last[handle - ONE]))
             spans.born[d] = max(spans.born[d], spans.last[handle - ONE])
             if role & ALIASED:
-                prolong(spans, handle, computing(units.update_block[0]))
+                prolong(spans, handle, when.update)
             elif role & SENDS:
                 message = message_bytes(landings, row, spans.nbytes[handle - ONE], units.shared[w])
                 if message != 0:
                     add(spans, d, message, BUFFERS, when.sent, when.sent)
-
-
-@lean
-def _synchronise(sources: Sources, template: Any, when: Any, spans: Spans) -> None:
-    """What synchronising the gradients of a weight leaves on devices."""
-    landings, update = sources.landings, computing(sources.units.update_block[0])
-    for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):
-        born = np.uint64(spans.born[np.uint64(landings.device[row])])
-        if born == ZERO:  # no piece there makes a gradient
-            born = when.sent
-        handle, copy = land_gradient(landings, spans, row, born, when), landings.copy[row]
-        prolong(spans, handle, update)
-        if when.carried and landings.role[row] & TAKES_PART and copy > 0:
-            d, stays = np.uint64(landings.device[row]), copy if landings.middle[row] > 0 else own_part(landings, row)
-            kept = add(spans, d, stays, GRADIENTS, when.sent, when.sent)
-            carry(spans, kept, when.used, True)
-            if stays < copy:  # of each microbatch only that is there when it is sent
-                spans.nbytes[handle - ONE] = stays
-                add(spans, d, copy - stays, BUFFERS, spans.first[handle - ONE], update)
