@@ -56,7 +56,8 @@ are the spans:
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
   sum.
 - The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
-  of a bucket with several weights, or of a part that does not lie in one run of memory (``copies.message_bytes``).
+  of a bucket with several weights, or of a part that does not lie in one run of memory
+  (``weight_lifetimes._message_bytes``).
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -89,14 +90,13 @@ from flexsearch.lower.footprints import ALIASED, RECEIVES
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
     arrives_in_parts,
-    differentiate,
     distribute,
     hand_on,
     land,
     last_use,
     leave,
-    note_gradient,
 )
+from flexsearch.simulate.gradients import differentiate, note_gradient
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
