@@ -273,7 +273,7 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
     assert error.value.remedy == "Import the model again with that batch."
     setting = Setting.of(graph, Topology.load("ethernet-1g-2"))
     lowered, _ = lowered_plan(setting, "data-parallel")
-    *_, batch = what_ifs(lowered, None)
+    *_, batch = asked(lowered)
     assert batch.change == "batch x2" and batch.seconds is None and "'shift'" in batch.remark
 
 
