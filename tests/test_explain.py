@@ -22,7 +22,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.precision import with_precision
-from flexsearch.lower import Lowered, Lowering, TaskGraph
+from flexsearch.lower import Lowered, Lowering, TaskGraph, lower_for_ranks
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
@@ -34,7 +34,7 @@ from flexsearch.setting import Setting
 from flexsearch.simulate import Step, by_kind, by_resource, critical_path, device_times, makespan, simulate
 from flexsearch.simulate.effects import Effects
 from flexsearch.simulate.whatif import WhatIf, link_classes, what_ifs
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 from flexsearch.topology.kernels import USUAL, USUAL_LAUNCHES
@@ -197,6 +197,16 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
     assert found["one bucket"].seconds == makespan(lowering.lower(lowered.configs, whole))
     assert found["gradients at no cost"].seconds <= found["nothing"].seconds
     assert found["no overlap"].seconds >= found["gradients at no cost"].seconds
+
+
+def test_gradients_that_are_sent_for_every_microbatch_can_all_be_sent_late() -> None:
+    graph, topology = OperatorGraph.load("mlp"), Topology.load("ethernet-1g:2")
+    plan = baseline("fsdp", graph, topology)
+    configs = {name: config.sharded(States.GRADIENTS) for name, config in plan.configs.items()}
+    strategy = Strategy.make(graph, topology, configs, plan.options, microbatches=4)
+    lowered = lower_for_ranks(graph, strategy, topology, Costs(graph, topology))
+    found = {one.change: one.seconds or 0.0 for one in asked(lowered)}
+    assert found["gradients at no cost"] < found["nothing"] < found["no overlap"]
 
 
 def test_an_odd_vocabulary_is_told_to_be_padded() -> None:

@@ -150,7 +150,8 @@ def blocks_run(schedule: Schedule, action: int) -> Numbers:
     microbatch = schedule.microbatch[action]
     blocks = np.arange(schedule.block_first[action], schedule.block_last[action])
     final, once = schedule.last[blocks] == 1, schedule.once[blocks] == 1
-    return blocks[np.where(final, microbatch == schedule.final[0], (microbatch == 0) | ~once)]
+    runs: Numbers = blocks[np.where(final, microbatch == schedule.final[0], (microbatch == 0) | ~once)]
+    return runs
 
 
 def ranges(first: Numbers, lengths: Numbers) -> Numbers:

@@ -20,7 +20,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import NotationError, TopologyError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.rows import SYNCHRONISE, UPDATE
+from flexsearch.lower.rows import SYNCHRONISE, UPDATE, blocks_run
 from flexsearch.lower.share import share_of
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
@@ -216,20 +216,15 @@ def _without_synchronisation(rows: Rows) -> Rows:
 
 def _after_backward(rows: Rows) -> Rows:
     """Rows whose synchronisation is issued only when a device has ended its backward pass."""
-    schedule, final = rows.schedule, int(rows.schedule.final[0])
+    schedule = rows.schedule
     first, last, actions = [], list[int](), list[tuple[int, int]]()
     for group_first, group_last in zip(schedule.action_first, schedule.action_last, strict=True):
-        every = [
-            (b, int(schedule.microbatch[a]))
-            for a in range(group_first, group_last)
-            for b in range(schedule.block_first[a], schedule.block_last[a])
-        ]
-        kinds = [schedule.kind[b] for b, _ in every]
-        late = sorted({b for (b, _), kind in zip(every, kinds, strict=True) if kind == SYNCHRONISE})
+        of_group = range(group_first, group_last)
+        every = [(b, int(schedule.microbatch[a])) for a in of_group for b in blocks_run(schedule, a).tolist()]
         first.append(len(actions))
-        actions += [row for row, kind in zip(every, kinds, strict=True) if kind not in (SYNCHRONISE, UPDATE)]
-        actions += [(b, final if schedule.last[b] else 0) for b in late]
-        actions += [row for row, kind in zip(every, kinds, strict=True) if kind == UPDATE]
+        actions += [row for row in every if schedule.kind[row[0]] not in (SYNCHRONISE, UPDATE)]
+        actions += sorted(row for row in every if schedule.kind[row[0]] == SYNCHRONISE)
+        actions += [row for row in every if schedule.kind[row[0]] == UPDATE]
         last.append(len(actions))
     block, microbatch = (np.array([row[k] for row in actions], np.uint32) for k in (0, 1))
     return replace(rows, schedule=schedule._replace(
