@@ -27,7 +27,7 @@ from flexsearch.simulate.effects import Effects, SingleChanges
 from flexsearch.simulate.simulation import rows_seconds, simulate_step
 from flexsearch.simulate.usage import count_tasks
 from flexsearch.simulate.variants import PARTS, Part, Plan, Variants
-from flexsearch.simulate.whatif import count, what_ifs
+from flexsearch.simulate.whatif import what_ifs
 from flexsearch.strategy import Options
 from flexsearch.strategy.baselines import baseline
 
@@ -46,10 +46,10 @@ def explain(
     steps = critical_path(lowered) if count_tasks(row.simulation.times) <= MOST_TASKS else ()
     if lowered.options.recipes:
         return Explanation(row, steps, (), (), SingleChanges(0, 0, ()), mean_s=simulate(lowered).makespan_s)
-    changes = []
-    for one in what_ifs(lowered, profile):
-        changes.append(one)
-        report("what would help", len(changes), count(lowered.lowering.network, profile))
+    changes, asks = [], what_ifs(lowered, profile)
+    for ask in asks:
+        changes.append(ask())
+        report("what would help", len(changes), len(asks))
     space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
     choices = list(_choices(space, effects, lowered, report)) if layout is None else []
     layouts = list(_layouts(*layout, report)) if layout is not None else []

@@ -22,7 +22,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch, with_batch
 from flexsearch.graph.importer import import_model
 from flexsearch.graph.precision import with_precision
-from flexsearch.lower import Lowered, Lowering, TaskGraph
+from flexsearch.lower import Lowered, Lowering, TaskGraph, lower_for_ranks
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
@@ -33,8 +33,8 @@ from flexsearch.search.space import Space
 from flexsearch.setting import Setting
 from flexsearch.simulate import Step, by_kind, by_resource, critical_path, device_times, makespan, simulate
 from flexsearch.simulate.effects import Effects
-from flexsearch.simulate.whatif import count, link_classes, what_ifs
-from flexsearch.strategy import Options, Strategy, make_config
+from flexsearch.simulate.whatif import WhatIf, link_classes, what_ifs
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baseline, baselines
 from flexsearch.topology import Topology
 from flexsearch.topology.kernels import USUAL, USUAL_LAUNCHES
@@ -160,13 +160,19 @@ def scaled(things: Any, **factors: float) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def asked(lowered: Lowered) -> list[WhatIf]:
+    """All that is asked about a plan, each once."""
+    found = [ask() for ask in what_ifs(lowered, None)]
+    assert len({one.change for one in found}) == len(found)
+    return found
+
+
 @pytest.mark.parametrize(("name", "plan"), [("ethernet-1g-4", "fsdp"), ("p100:2", "megatron"), ("k80:1", "fsdp")])
 def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -> None:
     graph, topology = OperatorGraph.load("alexnet"), Topology.load(name)
     setting = Setting.of(graph, topology)
     lowered, lowering = lowered_plan(setting, plan)
-    found = {one.change: one for one in what_ifs(lowered, None)}
-    assert len(found) == count(topology, None)
+    found = {one.change: one for one in asked(lowered)}
     communication = topology.communication
     half = communication.model_copy(update={
         "overhead_s": communication.overhead_s / 2, "message_s": communication.message_s / 2,
@@ -193,17 +199,26 @@ def test_what_ifs_are_simulations_of_the_changed_setting(name: str, plan: str) -
     assert found["no overlap"].seconds >= found["gradients at no cost"].seconds
 
 
+def test_gradients_that_are_sent_for_every_microbatch_can_all_be_sent_late() -> None:
+    graph, topology = OperatorGraph.load("mlp"), Topology.load("ethernet-1g:2")
+    plan = baseline("fsdp", graph, topology)
+    configs = {name: config.sharded(States.GRADIENTS) for name, config in plan.configs.items()}
+    strategy = Strategy.make(graph, topology, configs, plan.options, microbatches=4)
+    lowered = lower_for_ranks(graph, strategy, topology, Costs(graph, topology))
+    found = {one.change: one.seconds or 0.0 for one in asked(lowered)}
+    assert found["gradients at no cost"] < found["nothing"] < found["no overlap"]
+
+
 def test_an_odd_vocabulary_is_told_to_be_padded() -> None:
     """In half precision, on GPUs whose tensor cores read such rows slowly."""
     graph, topology = OperatorGraph.load("gpt2"), Topology.load("hgx-h100:1").subset([0])
     for precision, least, most in (("bf16", 0.1, 0.5), ("as-is", 0.0, 1e-6)):
         setting = Setting.of(with_precision(graph, precision), topology)  # type: ignore[arg-type]
         lowered, _ = lowered_plan(setting, "single", precision=precision)
-        found = {one.change: one.seconds or 0.0 for one in what_ifs(lowered, None)}
+        found = {one.change: one.seconds or 0.0 for one in asked(lowered)}
         assert least <= 1.0 - found["padding"] / found["nothing"] <= most, precision
-        assert len(found) == count(topology, None)
     old, _ = lowered_plan(Setting.of(graph, Topology.load("p100:1")), "single")
-    assert "padding" not in {one.change for one in what_ifs(old, None)}
+    assert "padding" not in {one.change for one in asked(old)}
 
 
 def test_every_link_is_in_one_class() -> None:
@@ -268,7 +283,7 @@ def test_a_graph_that_mixes_the_batch_with_constants_is_refused_and_the_row_says
     assert error.value.remedy == "Import the model again with that batch."
     setting = Setting.of(graph, Topology.load("ethernet-1g-2"))
     lowered, _ = lowered_plan(setting, "data-parallel")
-    *_, batch = what_ifs(lowered, None)
+    *_, batch = asked(lowered)
     assert batch.change == "batch x2" and batch.seconds is None and "'shift'" in batch.remark
 
 

@@ -71,8 +71,14 @@ def bucket_of(blocks: BlockTable, sharding: Any, w: Any) -> Any:
     return blocks.each[w] if sharding >= _GRADIENTS else blocks.bucket[w]
 
 
-find_bucket = lean(bucket_of)
-"""``bucket_of`` for compiled functions."""
+def added_before(blocks: BlockTable, sharding: Any, bucket: Any) -> Any:
+    """The block before which what ``bucket`` brings is added to a weight of that ``sharding`` (its rank): the update if
+    it is kept whole."""
+    return blocks.added_by[bucket] if sharding > 0 else blocks.kind.shape[0] - 1
+
+
+find_bucket, find_added = lean(bucket_of), lean(added_before)
+"""The same for compiled functions."""
 
 
 @lean

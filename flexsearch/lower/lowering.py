@@ -15,7 +15,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.precision import with_precision
-from flexsearch.lower.bucket import bucket_of
+from flexsearch.lower.bucket import added_before, bucket_of
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.order import Order, order_of
@@ -76,10 +76,10 @@ class Lowered:
 
     def exchanged(self, weight: int) -> tuple[int, int]:
         """The block that sends first phases of the gradients of a weight, and the one before which ranks add what all
-        phases bring, as ``Blocks.added`` says: the update for a weight that they keep whole."""
+        phases bring."""
         blocks, sharding = self.plain_rows.blocks, Sharding(self.weights[weight].plan.states).rank
         bucket = bucket_of(blocks, sharding, weight)
-        return int(blocks.started_by[bucket]), int(blocks.added_by[bucket]) if sharding else len(blocks.kind) - 1
+        return int(blocks.started_by[bucket]), int(added_before(blocks, sharding, bucket))
 
     @property
     def asynchronous(self) -> bool:

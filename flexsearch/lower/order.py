@@ -19,12 +19,15 @@ from flexsearch.lower.rows import (
     RECOMPUTE,
     SYNCHRONISE,
     WAIT,
+    Numbers,
     Schedule,
     Segments,
+    blocks_run,
+    ranges,
+    steps_at,
 )
 from flexsearch.lower.taskgraph import Row
 
-Numbers = npt.NDArray[np.int64]
 _PASSES = (FORWARD, BACKWARD, RECOMPUTE)
 """Kinds of blocks that send activations and their gradients."""
 
@@ -172,20 +175,16 @@ def order_of(rows: Scheduled) -> Order:
 
 def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     """What a device does, in its order."""
-    schedule, segments, final = rows.schedule, rows.segments, int(rows.schedule.final[0])
+    schedule, segments = rows.schedule, rows.segments
     group = schedule.group[device]
     blocks, microbatches, actions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for n, a in enumerate(range(schedule.action_first[group], schedule.action_last[group])):
-        m, here = int(schedule.microbatch[a]), np.arange(schedule.block_first[a], schedule.block_last[a])
-        runs = np.where(schedule.last[here] == 1, m == final, (m == 0) | (schedule.once[here] == 0))
-        blocks.append(here[runs])
-        microbatches.append(np.full(len(blocks[-1]), m))
+        blocks.append(blocks_run(schedule, a))
+        microbatches.append(np.full(len(blocks[-1]), int(schedule.microbatch[a])))
         actions.append(np.full(len(blocks[-1]), n))
     block = np.concatenate(blocks)
-    table = segments.device_steps[rows.segment[block]].astype(np.int64) + device
-    lengths = segments.step_first[table + 1].astype(np.int64) - segments.step_first[table]
-    step = _ranges(segments.step_first[table].astype(np.int64), lengths)
-    microbatch, action = (np.repeat(np.concatenate(one), lengths) for one in (microbatches, actions))
+    step, at = steps_at(segments, segments.device_steps[rows.segment[block]].astype(np.int64) + device)
+    microbatch, action = np.concatenate(microbatches)[at], np.concatenate(actions)[at]
     kind = segments.step_kind[step]
     number = segments.step_row[step].astype(np.int64)
     key = keys.of(microbatch, segments.step_block[step].astype(np.int64), (kind != COMPUTE).astype(np.int64), number)
@@ -198,7 +197,7 @@ def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     begin, end = np.searchsorted(waits, before), np.searchsorted(waits, acts)
     later = np.flatnonzero(before >= 0)
     waiting = np.concatenate((np.repeat(key[acts], end - begin), key[acts[later]]))
-    received, used = key[waits[_ranges(begin, end - begin)]], np.repeat(action[acts], end - begin)
+    received, used = key[waits[ranges(begin, end - begin)]], np.repeat(action[acts], end - begin)
     awaited = np.concatenate((received, key[before[later]]))
     issues, computes = np.flatnonzero(kind == ISSUE), np.flatnonzero(kind == COMPUTE)
     issues = issues[np.searchsorted(computes, issues) < len(computes)]
@@ -206,13 +205,6 @@ def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     return _Steps(
         key[acts], step[acts], action[acts], launched, waiting, awaited, key[issues], following, (received, used)
     )
-
-
-def _ranges(first: Numbers, lengths: Numbers) -> Numbers:
-    """The numbers from each first one on, one range after the other."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(first - (ends - lengths), lengths) + np.arange(total)
 
 
 def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, Numbers]:
@@ -223,7 +215,7 @@ def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, N
     c = segments.communication_first[rows.segment[block[sends]]].astype(np.int64) + number[sends]
     first = segments.follower_first[c].astype(np.int64)
     lengths = segments.follower_last[c].astype(np.int64) - first
-    at = _ranges(first, lengths)
+    at = ranges(first, lengths)
     blocks, numbers = (column[at].astype(np.int64) for column in (segments.follower_block, segments.follower_row))
     following = keys.of(np.repeat(microbatch[sends], lengths), blocks, np.ones(len(at), np.int64), numbers)
     return following, np.repeat(known[sends], lengths)

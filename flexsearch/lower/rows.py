@@ -22,9 +22,12 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flexsearch.compiled import I64, U8, U32, lean
 from flexsearch.packed import packed
+
+Numbers = npt.NDArray[np.int64]
 
 (
     GATHER, FORWARD, BACKWARD, SYNCHRONISE, UPDATE, WEIGHT_GRADIENT, RECOMPUTE, REGATHER, GATHER_ONCE, RESULT, READ,
@@ -140,3 +143,35 @@ class Machine(NamedTuple):
     slowing: I64
     slows: U32
     slowed: U32
+
+
+def blocks_run(schedule: Schedule, action: int) -> Numbers:
+    """The blocks that an action runs, ascending: those that run once with the first microbatch or the final one."""
+    microbatch = schedule.microbatch[action]
+    blocks = np.arange(schedule.block_first[action], schedule.block_last[action])
+    final, once = schedule.last[blocks] == 1, schedule.once[blocks] == 1
+    runs: Numbers = blocks[np.where(final, microbatch == schedule.final[0], (microbatch == 0) | ~once)]
+    return runs
+
+
+def ranges(first: Numbers, lengths: Numbers) -> Numbers:
+    """The numbers from each first one on, one range after the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(first - (ends - lengths), lengths) + np.arange(total)
+
+
+def steps_at(segments: Segments, tables: npt.NDArray[np.integer[Any]]) -> tuple[Numbers, Numbers]:
+    """The steps at some places of ``step_first``, each that of a device in a segment's table: their numbers, place by
+    place, and for each the number of its place in ``tables``."""
+    first = segments.step_first[tables].astype(np.int64)
+    lengths = segments.step_first[tables + 1] - first
+    return ranges(first, lengths), np.repeat(np.arange(len(tables)), lengths)
+
+
+def steps_of(segments: Segments, segment: U32, devices: int) -> tuple[Numbers, Numbers, Numbers]:
+    """The steps of one microbatch, where blocks have the segments ``segment``: number, block and device of each, blocks
+    ascending, of a block devices ascending, of a device in its order."""
+    tables = segments.device_steps[segment].astype(np.int64)[:, None] + np.arange(devices)
+    step, place = steps_at(segments, tables.ravel())
+    return step, *np.divmod(place, devices)

@@ -28,8 +28,9 @@ from flexsearch.packed import packed
 from flexsearch.search.moves import UNIFORMS, Draws, Moves, draw
 from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.engine_delta import LATE, accept, reject
+from flexsearch.simulate.engine_delta import accept, reject
 from flexsearch.simulate.engine_state import State as Engine
+from flexsearch.simulate.engine_whole import LATE
 from flexsearch.simulate.spans import Sources
 
 DONE, ASK, NO_ROWS, ENGINE = range(4)

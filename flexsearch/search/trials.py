@@ -19,8 +19,9 @@ from flexsearch.search.moves import Moves, lead
 from flexsearch.search.step import ASK, DONE, ENGINE, NO_ROWS
 from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import attempt
-from flexsearch.simulate.engine_delta import LATE, accept, reject
+from flexsearch.simulate.engine_delta import accept, reject
 from flexsearch.simulate.engine_state import State as Engine
+from flexsearch.simulate.engine_whole import LATE
 from flexsearch.simulate.spans import Sources
 
 BETTER = 1 + max(DONE, ASK, NO_ROWS, ENGINE)

@@ -11,8 +11,9 @@ from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, rewire, w
 from flexsearch.lower.describe import LATE as TOO_BUSY
 from flexsearch.lower.fill import ALL, fill
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.simulate.engine_delta import LATE, propose
+from flexsearch.simulate.engine_delta import propose
 from flexsearch.simulate.engine_state import State
+from flexsearch.simulate.engine_whole import LATE
 
 ENGINE: Final = 1 + max(DONE, TOO_BUSY, LACKING, FULL)
 """The engine has no room for the proposal, or cannot run it."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
-from flexsearch.lower.rows import COMPUTE, GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE
+from flexsearch.lower.rows import GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.critical import Step
-from flexsearch.simulate.usage import repeats
+from flexsearch.simulate.usage import computing_steps, repeats
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling",
@@ -121,13 +120,10 @@ def loads(rows: Rows) -> Loads:
     segments, schedule = rows.segments, rows.schedule
     compute = np.zeros(len(schedule.group), np.int64)
     activations, weights = np.zeros((2, int(rows.machine.resources[0])), np.int64)
+    for device, block, _, ticks in computing_steps(rows):
+        compute[device] += repeats(rows, block) * ticks
     for block, segment in enumerate(rows.segment.tolist()):
         times = repeats(rows, block)
-        table = int(segments.device_steps[segment])
-        ends = segments.step_first[table : table + len(compute) + 1].tolist()
-        for device, (first, last) in enumerate(pairwise(ends)):
-            computes = segments.step_kind[first:last] == COMPUTE
-            compute[device] += times * segments.step_ticks[first:last][computes].sum()
         link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE, RECIPE) else activations
         if schedule.kind[block] == READ:
             continue

@@ -1,42 +1,32 @@
-"""What the edges of a plan leave in memory, as ``lifetimes`` defines it, compiled: copies in other layouts, and the
-gradients that readers make."""
+"""The copies in other layouts that the edges of a plan leave in memory, as ``lifetimes`` defines it, compiled."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, THREE, U32, ZERO, lean
+from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.bucket import find_bucket
+from flexsearch.lower.change import is_late
 from flexsearch.lower.footprints import (
     ALIASED,
-    OWN,
-    PARTS,
     RECEIVES,
-    SENDS,
-    STRIDED,
     TAKES_PART,
     TAKES_PART_AGAIN,
     Landings,
 )
-from flexsearch.lower.interned import entries_of
-from flexsearch.lower.schedule import ONCE
+from flexsearch.simulate.gradients import note_gradient
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
-    ALONE,
     BUFFERS,
     COPIES,
-    CUT_LATER,
     GATHERED,
-    GRADIENTS,
     IN_BOTH_HALVES,
     NOT_KEPT,
     Sources,
     Spans,
     add,
-    carry,
     computing,
     end_of,
     joining,
@@ -89,9 +79,9 @@ def distribute(
 @lean
 def _gathered_each(sources: Sources, slot: Any, now: Any) -> Any:
     """Whether the weight that a slot reads is gathered at ``now`` for each microbatch."""
-    units, w = sources.units, np.uint64(sources.wiring.slot_tensor[slot])
-    each = units.regather_block[w] != NOTHING and now == computing(units.gather_block[w])
-    return each or units.several[0] == 0
+    blocks, w = sources.blocks, np.uint64(sources.wiring.slot_tensor[slot])
+    each = blocks.regather_of[w] != NOTHING and now == computing(blocks.gather_of[w])
+    return each or sources.units.several[0] == 0
 
 
 @lean
@@ -107,24 +97,25 @@ def _first_use(
 ) -> Any:  # fmt: skip
     """When what the edge of ``slots[k]`` brings is put together for the first of the readers that share it; if there is
     none, or one that need not wait, when it is ``sent``."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    units, blocks, wiring, slot = sources.units, sources.blocks, sources.wiring, np.uint64(slots[k])
     if k == last:
         return sent
     if not again:
         for j in range(k, last):
             other = np.uint64(slots[j])
-            if np.uint64(state.leader[other]) == slot and not is_late(sources, np.uint64(wiring.slot_operator[other])):
-                return max(sent, _joining(sources, other, units.forward_block))
+            late = is_late(blocks, sources.program, np.uint64(wiring.slot_operator[other]))
+            if np.uint64(state.leader[other]) == slot and not late:
+                return max(sent, _joining(sources, other, blocks.forward_of))
         return max(sent, _joining(sources, slot, units.backward_block))
     found, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
             reader = np.uint64(wiring.slot_operator[other])
-            if home != NOTHING and units.region[reader] != home:
+            if home != NOTHING and blocks.region[reader] != home:
                 continue
-            if units.recompute_block[reader] != NOTHING:
-                found, never = min(found, _joining(sources, other, units.recompute_block)), False
+            if blocks.recompute_of[reader] != NOTHING:
+                found, never = min(found, _joining(sources, other, blocks.recompute_of)), False
             elif units.backward[reader] == 1:
                 found, never = min(found, _joining(sources, other, units.backward_block)), False
     return sent if never else max(sent, found)
@@ -137,37 +128,31 @@ def _joining(sources: Sources, slot: Any, block: U32) -> Any:
 
 
 @lean
-def is_late(sources: Sources, operator: Any) -> Any:
-    """As ``lower.change.is_late``."""
-    return sources.program.late[operator] == 1 and sources.units.recompute_block[operator] == NOTHING
-
-
-@lean
 def _use(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, gathered: Any, again: Any, home: Any, backward: Any
 ) -> Any:  # fmt: skip
     """The last moment at which readers that share the edge of ``slots[k]`` need what it brings; those that are not
     gathered again count for their ``backward`` passes only if that is not 0."""
-    units, wiring, slot = sources.units, sources.wiring, np.uint64(slots[k])
+    units, blocks, wiring, slot = sources.units, sources.blocks, sources.wiring, np.uint64(slots[k])
     if k == last:
         return end_of(sources)
     until = ZERO
     twice = gathered and state.kept[slot] == 0
-    twice = twice and units.regather_block[np.uint64(wiring.slot_tensor[slot])] != NOTHING
+    twice = twice and blocks.regather_of[np.uint64(wiring.slot_tensor[slot])] != NOTHING
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) != slot:
             continue
         reader = np.uint64(wiring.slot_operator[other])
-        if again and not gathered and units.region[reader] != home:
+        if again and not gathered and blocks.region[reader] != home:
             continue
-        repeated = units.recompute_block[reader] != NOTHING
-        if not again and not is_late(sources, reader):
-            until = max(until, computing(units.forward_block[reader]))
-            if twice or (not gathered and repeated and units.region[reader] == home):
+        repeated = blocks.recompute_of[reader] != NOTHING
+        if not again and not is_late(blocks, sources.program, reader):
+            until = max(until, computing(blocks.forward_of[reader]))
+            if twice or (not gathered and repeated and blocks.region[reader] == home):
                 continue  # what comes later is gathered or computed again
-        if repeated and (gathered or again or units.region[reader] != home):
-            until = max(until, computing(units.recompute_block[reader]))
+        if repeated and (gathered or again or blocks.region[reader] != home):
+            until = max(until, computing(blocks.recompute_of[reader]))
         if not (backward or (gathered and again)):
             continue
         if units.backward[reader] == 1 and not gathered and units.saves_inputs[reader] == 1:
@@ -202,12 +187,12 @@ def hand_on(
     sources: Sources, state: State, slot: Any, leader: Any, d: Any, holder: Any, again: Any, home: Any, spans: Spans
 ) -> None:
     """If the reader's outputs are views of what it reads here, what holds this holds them."""
-    wiring, units = sources.wiring, sources.units
+    wiring, units, blocks = sources.wiring, sources.units, sources.blocks
     if np.uint64(state.leader[slot]) != leader or wiring.slot_position[slot] != 0:
         return
     reader = np.uint64(wiring.slot_operator[slot])
     if units.is_view[reader] == 1:
-        inside = units.recompute_block[reader] != NOTHING and units.region[reader] == home
+        inside = blocks.recompute_of[reader] != NOTHING and blocks.region[reader] == home
         for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
             if not again:
                 spans.output[np.uint64(units.place[t]), d] = holder
@@ -255,173 +240,3 @@ def land(landings: Landings, spans: Spans, row: Any, sent: Any, joined: Any, beg
         begin = max(sent, begins) if arrives_in_parts(landings, row) else sent
         return add(spans, d, landings.copy[row], part, begin, begin)
     return ZERO
-
-
-class Exchanged(NamedTuple):
-    """When a weight's gradients are exchanged: moments at which the first phase is ``sent`` and the second ``again``,
-    and at which what they bring is ``used``; in the next microbatch if it is ``carried`` over. ``summed``: they are
-    summed over the microbatches before."""
-
-    sent: Any
-    again: Any
-    used: Any
-    carried: Any
-    summed: Any
-
-
-@lean
-def exchanged(sources: Sources, plan: Any, w: Any) -> Any:
-    """``Exchanged`` of weight ``w``, which is trained, under a plan of it. One that is in no bucket, as a recipe
-    synchronises it, keeps its gradients until the update."""
-    blocks, sharding = sources.blocks, sources.pools.plan_sharding[plan]
-    if blocks.bucket[w] == NOTHING:
-        update = computing(sources.units.update_block[0])
-        return Exchanged(update + ONE, update + ONE, update, True, False)
-    bucket = np.uint64(find_bucket(blocks, sharding, w))
-    sent, again = np.uint64(blocks.started_by[bucket]), np.uint64(blocks.finished_by[bucket])
-    used = np.uint64(blocks.added_by[bucket] if sharding > 0 else sources.units.update_block[0])
-    first, second = computing(sent) + ONE, computing(again) + ONE
-    return Exchanged(first, second, computing(used), used <= sent, blocks.sums[bucket] == ONCE)
-
-
-@lean
-def land_gradient(landings: Landings, spans: Spans, row: Any, born: Any, when: Any) -> Any:
-    """What the synchronisation of a weight leaves on a device: its gradient as it is stored (the handle is returned; 0:
-    none), the layout in between, receive buffers. ``born``: since when its pieces have made all of theirs, of which it
-    cuts out what stays, unless it sends the rest; ``when``: ``Exchanged``. The layout in between is put together before
-    the second phase, from which on it is kept, and the gradient when it is used: until then there is what the device
-    keeps of its own."""
-    d, role = np.uint64(landings.device[row]), landings.role[row]
-    twice, copy, staged = role & TAKES_PART_AGAIN != 0, landings.copy[row], landings.staged[row]
-    begin = when.sent if role & SENDS else born
-    last = when.again if twice else when.used
-    if landings.middle[row] > 0:
-        middle = when.sent if role & TAKES_PART else born
-        kept = add(spans, d, landings.middle[row], BUFFERS, middle, max(when.used, when.again) if twice else middle)
-        carry(spans, kept, when.used, twice and when.carried)
-    if staged > 0:
-        carry(spans, add(spans, d, staged, BUFFERS, when.sent, last), when.used, when.carried and not twice)
-    if landings.staged_again[row] > 0:
-        again = add(spans, d, landings.staged_again[row], BUFFERS, when.again, when.used)
-        carry(spans, again, when.used, when.carried)
-    if copy == 0:
-        return ZERO
-    if twice:
-        begin = when.again if when.carried else max(when.used, when.again)
-    elif staged > 0 and not when.carried and (role & OWN == 0 or landings.middle[row] == 0):
-        # What the device keeps of its own: what arrives is added to that, or put beside it.
-        stays = own_part(landings, row)
-        if stays > 0:
-            add(spans, d, stays, GRADIENTS, begin, when.used - (ONE if role & OWN else ZERO))
-        begin = when.used
-    return add(spans, d, copy, GRADIENTS, begin, begin)
-
-
-@lean
-def own_part(landings: Landings, row: Any) -> Any:
-    """Of a weight's gradient as a device stores it, the bytes that its own pieces make. Where there is a layout in
-    between, that is what stays of these instead."""
-    copy = landings.copy[row]
-    return copy if landings.role[row] & OWN else max(np.int64(0), copy - landings.staged[row])
-
-
-@lean
-def message_bytes(landings: Landings, row: Any, gradient: Any, shared: Any) -> Any:
-    """What the messages take into which a device copies parts of a gradient of so many bytes (``gradient``) of which
-    another part stays: it goes with others of its bucket, or does not lie in one run of memory. In a bucket the parts
-    that stay are cut out one after the other, each from a gradient that then goes: but for that of one weight
-    (``shared``, as in ``Units``) they take memory that the messages count."""
-    role, middle = landings.role[row], landings.middle[row]
-    stays = middle if middle > 0 else own_part(landings, row)
-    if role & PARTS == 0 or (shared == ALONE and role & STRIDED == 0) or gradient <= stays:
-        return np.int64(0)
-    return gradient - stays - (stays if shared == CUT_LATER else np.int64(0))
-
-
-@lean
-def note_gradient(sources: Sources, state: State, slot: Any, spans: Spans) -> None:
-    """Where the gradient of the activation that a slot reads is made, in ``spans.reads``."""
-    leader = np.uint64(state.leader[slot])
-    _note_used(sources, np.uint64(state.need[leader]), np.uint64(state.backward[leader]), ZERO, spans)
-
-
-@lean
-def _note_used(sources: Sources, need: Any, template: Any, before: Any, spans: Spans) -> None:
-    """On which devices reshard ``template`` uses a gradient in the layout ``need``, in ``spans.reads``. Its source
-    entries are those of that layout, behind so many of others ``before``."""
-    layouts, landings = sources.layouts, sources.landings
-    for every in range(np.uint64(spans.reads.shape[0])):
-        spans.reads[every] = 0
-    device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
-    first = np.uint64(landings.used_first[template]) + before
-    for k in range(entries_of(layouts, need)):
-        d = np.uint64(layouts.device[device + k])
-        if d < np.uint64(spans.reads.shape[0]):
-            spans.reads[d] |= landings.used[first + k]
-
-
-@lean
-def _made_with_others(sources: Sources, state: State, slot: Any, d: Any) -> Any:
-    """Whether a device makes the gradient that it does not use of what a slot reads: one kernel makes three."""
-    wiring, layouts, landings = sources.wiring, sources.layouts, sources.landings
-    if sources.units.attends[np.uint64(wiring.slot_operator[slot])] == 0 or wiring.slot_position[slot] > 2:
-        return False
-    query = slot - np.uint64(wiring.slot_position[slot])
-    for other in range(query, query + THREE):
-        leader = np.uint64(state.leader[other])
-        need, template = np.uint64(state.need[leader]), np.uint64(state.backward[leader])
-        device = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
-        first = np.uint64(landings.used_first[template])
-        for k in range(entries_of(layouts, need) if template > ZERO else ZERO):
-            if np.uint64(layouts.device[device + k]) == d and landings.used[first + k] == 1:
-                return True
-    return False
-
-
-@lean
-def differentiate(
-    sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, before: Any, itemsize: Any, part: Any,
-    spans: Spans,
-) -> Any:  # fmt: skip
-    """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``, where reshard
-    ``template`` uses them, ``before`` whose entries of these are so many of other edges. Returns the moment at which
-    they are complete: the backward of the first reader, as that runs last."""
-    wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
-    blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
-    latest, through, made = ZERO, ZERO, slot
-    for j in range(k, last):
-        other = np.uint64(slots[j])
-        if np.uint64(state.leader[other]) == slot:
-            reader = np.uint64(wiring.slot_operator[other])
-            if reader != latest:
-                through = ZERO
-            if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
-                through = ONE
-            latest, made = reader, other
-    begin, now = computing(blocks[latest]), computing(blocks[np.uint64(wiring.slot_operator[slot])])
-    for every in range(np.uint64(spans.gradient.shape[0])):
-        spans.gradient[every] = 0
-    need = np.uint64(state.need[slot])
-    _note_used(sources, need, template, before, spans)
-    first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[need])])
-    entry = np.uint64(layouts.grid_first[np.uint64(layouts.layout_grid[need])])
-    for row in range(entries_of(layouts, need)):
-        d, handle = np.uint64(layouts.device[first + row]), ZERO
-        if d >= np.uint64(spans.reads.shape[0]):
-            continue
-        nbytes = layouts.volume[entry + row] * itemsize
-        if spans.reads[d] == 0:
-            if part == ACTIVATIONS and _made_with_others(sources, state, made, d):
-                add(spans, d, nbytes, part, begin, begin)
-            continue
-        if through == ONE:
-            for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
-                arrived = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
-                # That of a slice is a part of what it makes, that of something expanded more.
-                if arrived > ZERO and spans.nbytes[arrived - ONE] == nbytes:
-                    handle = arrived
-        if handle == ZERO:
-            handle = add(spans, d, nbytes, part, begin, begin)
-        prolong(spans, handle, now)
-        spans.gradient[d] = handle
-    return now

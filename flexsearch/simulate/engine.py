@@ -33,10 +33,12 @@ from flexsearch.lower.rows import (
     Machine,
     Schedule,
     Segments,
+    steps_of,
 )
-from flexsearch.simulate.engine_delta import LATE, accept, propose, reject, simulate
+from flexsearch.simulate.engine_delta import accept, propose, reject
 from flexsearch.simulate.engine_queue import MICROBATCH, NUMBER, block_of
 from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
+from flexsearch.simulate.engine_whole import LATE, simulate
 
 _simulate = direct(simulate)
 _propose = direct(propose)
@@ -197,13 +199,10 @@ def communications_of(segments: Segments, segment_of_block: U32) -> U64:
 
 def _computations(segments: Segments, segment_of_block: U32, devices: int) -> U64:
     """One more than the largest number of a computation, by block."""
-    tables = segments.device_steps[segment_of_block].astype(np.int64)
-    counts = np.zeros(len(tables), np.uint64)
-    for block, (first, last) in enumerate(
-        zip(segments.step_first[tables], segments.step_first[tables + devices], strict=True)
-    ):
-        rows = segments.step_row[first:last][segments.step_kind[first:last] == COMPUTE]
-        counts[block] = rows.max() + 1 if len(rows) else 0
+    step, block, _ = steps_of(segments, segment_of_block, devices)
+    computes = segments.step_kind[step] == COMPUTE
+    counts = np.zeros(len(segment_of_block), np.uint64)
+    np.maximum.at(counts, block[computes], segments.step_row[step[computes]] + np.uint64(1))
     return counts
 
 

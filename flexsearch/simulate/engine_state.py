@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, U8, U32, U64
-from flexsearch.lower.rows import Machine, Schedule
+from flexsearch.lower.rows import Machine, Schedule, blocks_run
 from flexsearch.packed import packed
 
 RUNNING, WAITING, COMPUTING, DONE = range(4)
@@ -375,15 +375,7 @@ def _is_ordered(schedule: Schedule) -> bool:
 def _runs(schedule: Schedule) -> U32:
     """By group of devices and block, how often a device runs it."""
     runs = _numbers(len(schedule.action_first), len(schedule.kind))
-    final, always = int(schedule.final[0]), (schedule.once == 0) & (schedule.last == 0)
-    in_first = (schedule.once == 1) & (schedule.last == 0)
     for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
         for action in range(int(first), int(last)):
-            blocks = slice(int(schedule.block_first[action]), int(schedule.block_last[action]))
-            microbatch = int(schedule.microbatch[action])
-            runs[group, blocks] += always[blocks]
-            if microbatch == 0:
-                runs[group, blocks] += in_first[blocks]
-            if microbatch == final:
-                runs[group, blocks] += schedule.last[blocks]
+            runs[group, blocks_run(schedule, action)] += np.uint32(1)
     return runs

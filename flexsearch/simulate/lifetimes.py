@@ -56,7 +56,8 @@ are the spans:
   added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
   sum.
 - The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
-  of a bucket with several weights, or of a part that does not lie in one run of memory (``copies.message_bytes``).
+  of a bucket with several weights, or of a part that does not lie in one run of memory
+  (``weight_lifetimes._message_bytes``).
 
 Where a schedule splits backward passes, an operator with trained weights has two: the first makes the gradients of its
 other inputs, the second those of its weights. What it saved and the gradients of its outputs live until the second, a
@@ -84,20 +85,18 @@ from flexsearch.compiled import ONE, ZERO, lean
 from flexsearch.graph.ops.formats import takes_copy
 from flexsearch.graph.ops.zeros import backward_elements, forward_elements, parts_of
 from flexsearch.lower.arrays import NOTHING, State
-from flexsearch.lower.change import ALWAYS
+from flexsearch.lower.change import ALWAYS, is_late
 from flexsearch.lower.footprints import ALIASED, RECEIVES
 from flexsearch.lower.interned import entries_of, rank_of
 from flexsearch.simulate.copies import (
     arrives_in_parts,
-    differentiate,
     distribute,
     hand_on,
-    is_late,
     land,
     last_use,
     leave,
-    note_gradient,
 )
+from flexsearch.simulate.gradients import differentiate, note_gradient
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
     AT_HAND,
@@ -193,7 +192,7 @@ def _read_layout(sources: Sources, state: State, slot: Any) -> Any:
 def _hold_image(sources: Sources, state: State, begin: Any, k: Any, end: Any, t: Any, spans: Spans) -> None:
     """The copies, channels last, of an image at hand for the reader k of those from ``begin`` to ``end``, and for the
     later ones that want the same of it: from the first of them to the last use."""
-    units, layouts = sources.units, sources.layouts
+    units, blocks, layouts = sources.units, sources.blocks, sources.layouts
     slot = np.uint64(units.reader[k])
     for j in range(begin, k):
         if _reads_alike(sources, state, slot, np.uint64(units.reader[j])):
@@ -205,8 +204,8 @@ def _hold_image(sources: Sources, state: State, begin: Any, k: Any, end: Any, t:
         other = np.uint64(units.reader[j])
         if _reads_alike(sources, state, slot, other):
             reader = np.uint64(sources.wiring.slot_operator[other])
-            blocks = units.backward_block if is_late(sources, reader) else units.forward_block
-            begun = min(begun, computing(blocks[reader]))
+            passes = units.backward_block if is_late(blocks, sources.program, reader) else blocks.forward_of
+            begun = min(begun, computing(passes[reader]))
             until = max(until, last_use(sources, state, units.reader, j))
     layout = _read_layout(sources, state, slot)
     first = np.uint64(layouts.mesh_first[np.uint64(layouts.layout_mesh[layout])])
@@ -239,11 +238,11 @@ def _reads_alike(sources: Sources, state: State, slot: Any, other: Any) -> Any:
 @lean
 def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
     """An activation where it is made, and its copies for its readers; likewise where it is computed again."""
-    units, wiring = sources.units, sources.wiring
+    units, blocks, wiring = sources.units, sources.blocks, sources.wiring
     producer, place = np.uint64(wiring.tensor_producer[t]), np.uint64(units.place[t])
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
-    for again in range(2 if units.recompute_block[producer] != NOTHING else 1):
-        now = computing(units.recompute_block[producer] if again else units.forward_block[producer])
+    for again in range(2 if blocks.recompute_of[producer] != NOTHING else 1):
+        now = computing(blocks.recompute_of[producer] if again else blocks.forward_of[producer])
         if sources.program.late[producer] == 1:  # only its gradient is ever there
             return
         if units.is_view[producer] == 0:
@@ -251,13 +250,13 @@ def _forward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         for k in range(first, last):
             slot = np.uint64(wiring.tensor_slot[k])
             if np.uint64(state.leader[slot]) == slot and (
-                not again or units.region[np.uint64(wiring.slot_operator[slot])] == units.region[producer]
+                not again or blocks.region[np.uint64(wiring.slot_operator[slot])] == blocks.region[producer]
             ):
-                home = units.region[producer]
+                home = blocks.region[producer]
                 distribute(sources, state, wiring.tensor_slot, k, last, place, now, again, home, spans)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         returned = wiring.result_buffer[k] == ALWAYS
-        now = computing(units.result_block[0] if returned else units.forward_block[producer])
+        now = computing(blocks.kind.shape[0] - 2 if returned else blocks.forward_of[producer])  # the loss is sent there
         distribute(sources, state, wiring.result_slot, k, k, place, now, 0, NOTHING, spans)
 
 
@@ -268,7 +267,7 @@ def _make(sources: Sources, state: State, t: Any, producer: Any, now: Any, again
     config = np.uint64(state.config[producer])
     layout = np.uint64(pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])])
     back = now
-    if units.backward[producer] == 1 and (again or units.recompute_block[producer] == NOTHING):
+    if units.backward[producer] == 1 and (again or sources.blocks.recompute_of[producer] == NOTHING):
         back = computing(sources.units.weight_block[producer])
     partner = units.output_gradient[producer]
     if partner != NOTHING:
@@ -342,7 +341,8 @@ def _return(sources: Sources, state: State, slot: Any, t: Any, now: Any, spans: 
         used = computing(sources.units.backward_block[producer])
         until = computing(sources.units.weight_block[producer])
         # Of one that has only this pass, operands come first.
-        joined = max(sent, joining(sources.units.backward_block[producer], not is_late(sources, producer)))
+        first = not is_late(sources.blocks, sources.program, producer)
+        joined = max(sent, joining(sources.units.backward_block[producer], first))
         if sources.units.hands_on[producer] == 1:  # it is that of an operand, too
             until = used - ONE
     for row in range(np.uint64(landings.landing_first[template]), np.uint64(landings.landing_last[template])):

@@ -15,7 +15,7 @@ from flexsearch.lower import Lowered
 from flexsearch.lower.recipes import cycle
 from flexsearch.lower.several import several
 from flexsearch.simulate.engine import Engine
-from flexsearch.simulate.usage import steps_of
+from flexsearch.simulate.usage import computing_steps
 
 Simulation = Any
 """``simulation.Simulation``, which imports this module."""
@@ -85,7 +85,7 @@ def step_ends(lowered: Lowered, steps: int) -> Ticks:
     times = Engine(rows.schedule, rows.machine, fold=False).times(rows.segments, rows.segment)
     ends = np.zeros((len(lowered.devices), steps), np.int64)
     place = {device: k for k, device in enumerate(lowered.devices)}
-    for device, block, at, _ in steps_of(rows):
+    for device, block, at, _ in computing_steps(rows):
         if device in place:
             row = times.computation_end[:, int(times.computation_first[block]) + at]
             ends[place[device], block // blocks] = max(ends[place[device], block // blocks], int(row.max()))

@@ -17,7 +17,7 @@ from flexsearch.simulate.spans import AT_HAND, VALUE, WEIGHT, Sources
 def most_bytes(sources: Sources, state: State, u: Any) -> Any:
     """At most so many bytes does unit ``u`` take on any device, all its spans together."""
     units, wiring, pools = sources.units, sources.wiring, sources.pools
-    landings = sources.landings
+    blocks, landings = sources.blocks, sources.landings
     total = np.int64(0)
     if units.root[u] == AT_HAND:
         total = units.at_hand_bytes[np.uint64(units.tensor[u])]
@@ -27,7 +27,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
         stored = _most_stored(pools, p)
         total = stored + stored // units.weight_itemsize[w] * units.state_bytes[w]
         total += landings.most[np.uint64(pools.plan_sync[p])]
-        times = np.int64(2 if units.regather_block[w] != NOTHING else 1)
+        times = np.int64(2 if blocks.regather_of[w] != NOTHING else 1)
         for k in range(np.uint64(sources.program.reader_first[w]), np.uint64(sources.program.reader_last[w])):
             slot = np.uint64(sources.program.reader[k])
             total += times * _most_of_edge(sources, state, slot, units.weight_itemsize[w])
@@ -47,7 +47,7 @@ def most_bytes(sources: Sources, state: State, u: Any) -> Any:
             more += _most_of_edge(sources, state, np.uint64(wiring.tensor_slot[k]), units.itemsize[t])
         for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
             more += landings.most[np.uint64(state.forward[np.uint64(wiring.result_slot[k])])]
-        total += more if units.recompute_block[producer] == NOTHING else np.int64(2) * more
+        total += more if blocks.recompute_of[producer] == NOTHING else np.int64(2) * more
     return total
 
 

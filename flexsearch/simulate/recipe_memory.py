@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flexsearch.cost.updates import STATE_COPIES
 from flexsearch.lower import Lowered
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.simulate.spans import BUFFERS, OPTIMIZER
+from flexsearch.simulate.spans import BUFFERS, OPTIMIZER, moment_of
 from flexsearch.sync.work import held_bytes, kept_bytes
 
 Kept = tuple[int, int, int, int, int]
@@ -20,7 +20,8 @@ def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
     if not lowered.options.recipes:
         return
     update = len(lowered.plain_rows.schedule.kind) - 1
-    before, now, end = _computing(update - 1), _computing(update), _computing(update) + 1
+    before, now = int(moment_of(update - 1)), int(moment_of(update))
+    end = now + 1
     for group in lowered.recipe_groups:
         recipe, members = group.recipe.planned, len(group.devices)
         kept = kept_bytes(recipe, group.sizes)
@@ -32,12 +33,7 @@ def recipe_spans(lowered: Lowered) -> Iterator[Kept]:
             if recipe.asynchronous is not None:  # states of the optimizer, which the plan counts here, are the servers'
                 states = STATE_COPIES[lowered.options.optimizer] * group.sizes.n * _itemsize(lowered, group)
                 yield device, 0, end, -states, int(OPTIMIZER)
-        yield from _servers(lowered, group, update)
-
-
-def _computing(block: int) -> int:
-    """As ``spans.computing``."""
-    return 4 * block + 2
+        yield from _servers(lowered, group, before, now)
 
 
 def _itemsize(lowered: Lowered, group: RecipeGroup) -> int:
@@ -45,8 +41,9 @@ def _itemsize(lowered: Lowered, group: RecipeGroup) -> int:
     return group.sizes.itemsize if lowered.options.precision == "as-is" else max(4, group.sizes.itemsize)
 
 
-def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept]:
-    """Of a server: of an asynchronous one, weights and states of the optimizer; what workers push."""
+def _servers(lowered: Lowered, group: RecipeGroup, before: int, now: int) -> Iterator[Kept]:
+    """Of a server: of an asynchronous one, weights and states of the optimizer; what workers push.
+    ``before``, ``now``: moments of the loss and of the update."""
     recipe, members = group.recipe.planned, len(group.devices)
     server = recipe.server
     if server is None:
@@ -56,5 +53,5 @@ def _servers(lowered: Lowered, group: RecipeGroup, update: int) -> Iterator[Kept
         tensors = 1 + STATE_COPIES[lowered.options.optimizer] if alone else 0
         own = tensors * (b - a) * _itemsize(lowered, group)
         pushed = (recipe.compression.nbytes(group.sizes.part(b - a)) or 0) * (1 if alone else members)
-        yield group.positions[owner], 0, _computing(update) + 1, own, int(OPTIMIZER)
-        yield group.positions[owner], _computing(update - 1), _computing(update), pushed + part, int(BUFFERS)
+        yield group.positions[owner], 0, now + 1, own, int(OPTIMIZER)
+        yield group.positions[owner], before, now, pushed + part, int(BUFFERS)

@@ -17,7 +17,7 @@ from flexsearch.simulate.engine import Engine, Times
 from flexsearch.simulate.mean import mean_step
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.simulate.uncertainty import estimate
-from flexsearch.simulate.usage import makespan_of, repeats, steps_of
+from flexsearch.simulate.usage import computing_steps, makespan_of, repeats
 from flexsearch.topology import Topology
 
 Seconds = npt.NDArray[np.float64]
@@ -100,7 +100,7 @@ def simulate_step(lowered: Lowered) -> Simulation:
     """Simulate the step that a lowered strategy describes."""
     rows, topology, times = lowered.rows, lowered.topology, times_of(lowered.rows)
     busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
-    for device, block, _, ticks in steps_of(rows):
+    for device, block, _, ticks in computing_steps(rows):
         seconds = repeats(rows, block) * ticks * TICK
         busy[device] += seconds
         occupied[topology.processor_of[device]] += seconds

@@ -45,16 +45,14 @@ class Units(NamedTuple):
     slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor
     and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the
     last one (0: it does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that
-    it belongs to. ``several``: (1,) whether there are several microbatches. ``update_block``: (1,), the last;
-    ``result_block``: (1,), where the loss is sent. By operator: ``forward_block``, ``backward_block`` (the forward
-    one if there is none), ``weight_block``, where it is done with what it saved and with the gradients of its
-    outputs (the backward one if its backward pass is whole), ``recompute_block`` and ``region`` (NOTHING: it is not
-    computed again); by slot: until when autograd keeps the weight that it reads (``keeps_weight``), and the slot
-    whose gradient alone what it reads is kept for (``only_gradient``; NOTHING: there are others, or none); by
-    operator without weights that has one, the slot whose gradient alone it makes (``output_gradient``); by weight:
-    ``gather_block``, ``once_block`` (where a weight is gathered for all microbatches), ``regather_block`` (NOTHING:
-    none); ``unpack_block`` and ``unpack_again_block``, the first to read any of those that are gathered together
-    with it, whose messages are put together there."""
+    it belongs to. ``several``: (1,) whether there are several microbatches. By operator: ``backward_block`` (the
+    forward one if there is none), ``weight_block``, where it is done with what it saved and with the gradients of
+    its outputs (the backward one if its backward pass is whole); by slot: until when autograd keeps the weight that
+    it reads (``keeps_weight``), and the slot whose gradient alone what it reads is kept for (``only_gradient``;
+    NOTHING: there are others, or none); by operator without weights that has one, the slot whose gradient alone it
+    makes (``output_gradient``); by weight: ``once_block``, where a weight is gathered for all microbatches;
+    ``unpack_block`` and ``unpack_again_block``, the first to read any of those that are gathered together with it,
+    whose messages are put together there."""
 
     root: U8
     tensor: U32
@@ -91,16 +89,9 @@ class Units(NamedTuple):
     part: U8
     state_bytes: I64
     several: U8
-    update_block: U32
-    result_block: U32
-    forward_block: U32
     backward_block: U32
     weight_block: U32
-    gather_block: U32
     once_block: U32
-    recompute_block: U32
-    region: U32
-    regather_block: U32
     unpack_block: U32
     unpack_again_block: U32
 
@@ -177,11 +168,14 @@ def joining(block: Any, first: Any) -> Any:
     return FOUR * np.uint64(block) + (ZERO if first else ONE)
 
 
-@lean
-def computing(block: Any) -> Any:
+def moment_of(block: Any) -> Any:
     """The moment at which a block computes, behind those at which what it reads is put together; in the next one it
     communicates."""
     return FOUR * np.uint64(block) + TWO
+
+
+computing = lean(moment_of)
+"""The same for compiled functions."""
 
 
 @lean
@@ -191,6 +185,12 @@ def sent_with(moment: Any) -> Any:
 
 
 @lean
+def updating(sources: Sources) -> Any:
+    """The moment of the update, the last block."""
+    return computing(sources.blocks.kind.shape[0] - 1)
+
+
+@lean
 def end_of(sources: Sources) -> Any:
     """The last moment of a step."""
-    return computing(sources.units.update_block[0]) + ONE
+    return updating(sources) + ONE

@@ -12,7 +12,7 @@ from flexsearch.compiled import I64, U32, U64
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.rows import COMPUTE, RECIPE, Segments
+from flexsearch.lower.rows import COMPUTE, RECIPE, steps_of
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import LATE, check, communications_of, make_record
 from flexsearch.simulate.engine_state import DEADLOCK, DONE, MALFORMED, RUNNING, State, make_state
@@ -123,13 +123,10 @@ def longer(ticks: I64, times: Factors) -> I64:
 
 def device_of_steps(rows: Rows) -> npt.NDArray[np.int64]:
     """By step of the segments: the device that runs it; -1: none."""
-    segments: Segments = rows.segments
-    device = np.full(len(segments.step_kind), -1)
-    for segment in rows.segment.tolist():
-        table = int(segments.device_steps[segment])
-        ends = segments.step_first[table : table + len(rows.schedule.group) + 1].astype(np.int64)
-        device[ends[0] : ends[-1]] = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    return device
+    found = np.full(len(rows.segments.step_kind), -1)
+    step, _, device = steps_of(rows.segments, rows.segment, len(rows.schedule.group))
+    found[step] = device
+    return found
 
 
 def _computing(rows: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

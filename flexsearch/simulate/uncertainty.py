@@ -7,7 +7,7 @@ makespan then gains, times sixteen, is the part of the critical path that the so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -17,7 +17,7 @@ from flexsearch.cost.sources import Sources
 from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import Estimate, Source
 from flexsearch.lower.pieces import Pieces
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Segments
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Segments, steps_of
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine import Engine
 from flexsearch.strategy import OperatorConfig
@@ -78,12 +78,10 @@ def _computing(sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[O
     """Computations: each by its operator and device, launching apart; sums of gradients and updates of weights; and
     what hosts take to launch them and communications."""
     segments, kinds = rows.segments, pieces.costs.kinds
-    for block, segment in enumerate(rows.segment.tolist()):
+    every, of, on = steps_of(segments, rows.segment, len(kinds))
+    for block, (first, last) in enumerate(pairwise(np.searchsorted(of, np.arange(len(rows.segment) + 1)))):
         kind, argument = int(rows.schedule.kind[block]), int(rows.schedule.argument[block])
-        table = int(segments.device_steps[segment])
-        ends = segments.step_first[table : table + len(kinds) + 1].astype(np.int64)
-        steps = np.arange(ends[0], ends[-1])
-        device = np.repeat(np.arange(len(kinds)), np.diff(ends))
+        steps, device = every[first:last], on[first:last]
         for sort in np.unique(kinds[device]).tolist():
             launched = steps[kinds[device] == sort]
             yield sources.launching(sort), "step_host", launched, segments.step_host[launched]

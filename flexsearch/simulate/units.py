@@ -17,7 +17,7 @@ from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_
 from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
 from flexsearch.graph.ops.zeros import attends
-from flexsearch.lower.arrays import NOTHING, BlockTable, Program, State
+from flexsearch.lower.arrays import NOTHING, BlockTable, State
 from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
@@ -62,7 +62,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
     return Account(
-        state=_small(rows.empty_state()), spans=_make_spans(graph, units, rows.wiring, rows.program, devices),
+        state=_small(rows.empty_state()), spans=_make_spans(graph, sources, devices),
         schedule=schedule, empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, BLOCK_CELLS * blocks), np.int64),
         net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
         chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
@@ -127,7 +127,6 @@ def make_units(
     attend = [attends(op, len(graph.tensor[op.outputs[0]].shape)) for op in graph.operators]
     concerned = Rows(_concerned(graph, number, alone, attend))
     slots = Rows([slot[user] for user in graph.consumers[name]] for name in at_hand)
-    last = len(table.kind) - 1
 
     def keeps(pair: tuple[int, int]) -> np.uint8:
         return NOT_KEPT if pair not in kept else IN_FIRST_HALF if pair in released else IN_BOTH_HALVES
@@ -161,11 +160,8 @@ def make_units(
         part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         several=_flags([microbatches > 1]),
-        update_block=np.array([last], np.uint32), result_block=np.array([last - 1], np.uint32),
-        forward_block=table.forward_of, backward_block=backward,
-        weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of), gather_block=table.gather_of,
+        backward_block=backward, weight_block=np.where(table.weight_of == NOTHING, backward, table.weight_of),
         once_block=np.where(table.gather_once_of == NOTHING, table.gather_of, table.gather_once_of),
-        recompute_block=table.recompute_of, region=table.region, regather_block=table.regather_of,
         unpack_block=unpack, unpack_again_block=unpack_again,
     )  # fmt: skip
 
@@ -322,10 +318,11 @@ def _of_outputs(
     return found
 
 
-def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Program, devices: int) -> Spans:
+def _make_spans(graph: OperatorGraph, sources: Sources, devices: int) -> Spans:
     """Room for the spans of the largest unit: on each device, for each slot four of a reshard, four of its gradient's,
     that gradient itself and its message; for each activation its own and what is saved besides; a weight, its state,
     and five of its synchronisation. What is computed or gathered again has spans of its own."""
+    units, blocks, wiring, program = sources.units, sources.blocks, sources.wiring, sources.program
     slots = np.zeros(len(units.root), np.int64)
     for u, (root, tensor) in enumerate(zip(units.root, units.tensor, strict=True)):
         if root == WEIGHT:
@@ -335,7 +332,7 @@ def _make_spans(graph: OperatorGraph, units: Units, wiring: Wiring, program: Pro
         for t in units.activation[units.activation_first[u] : units.activation_last[u]]:
             slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
             slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
-    passes = 1 if np.all(units.recompute_block == NOTHING) and np.all(units.regather_block == NOTHING) else 2
+    passes = 1 if np.all(blocks.recompute_of == NOTHING) and np.all(blocks.regather_of == NOTHING) else 2
     room = int(max(1, (10 * slots + 7).max(initial=1))) * devices * passes
     most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
     rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1

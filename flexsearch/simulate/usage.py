@@ -3,7 +3,7 @@ in a communication, or waits for its host, or is idle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,6 +27,10 @@ from flexsearch.lower.rows import (
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
+    Numbers,
+    blocks_run,
+    steps_at,
+    steps_of,
 )
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.taskgraph import Row
@@ -81,16 +85,13 @@ class Computation(NamedTuple):
     ticks: int
 
 
-def steps_of(rows: Rows) -> Iterator[Computation]:
+def computing_steps(rows: Rows) -> Iterator[Computation]:
     """The computations of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
-    segments, devices = rows.segments, len(rows.schedule.group)
-    for block, segment in enumerate(rows.segment.tolist()):
-        table = int(segments.device_steps[segment])
-        first = segments.step_first[table : table + devices + 1].tolist()
-        for device in range(devices):
-            for step in range(first[device], first[device + 1]):
-                if segments.step_kind[step] == COMPUTE:
-                    yield Computation(device, block, int(segments.step_row[step]), int(segments.step_ticks[step]))
+    segments = rows.segments
+    step, block, device = steps_of(segments, rows.segment, len(rows.schedule.group))
+    computes = segments.step_kind[step] == COMPUTE
+    columns = device, block, segments.step_row[step], segments.step_ticks[step]
+    yield from map(Computation._make, zip(*(column[computes].tolist() for column in columns), strict=True))
 
 
 def repeats(rows: Rows, block: int) -> int:
@@ -101,7 +102,7 @@ def repeats(rows: Rows, block: int) -> int:
 
 def computations(rows: Rows, times: Times) -> Iterator[tuple[int, int, int, int]]:
     """The same, with the place of their rows in ``Times`` instead of their number."""
-    for device, block, number, ticks in steps_of(rows):
+    for device, block, number, ticks in computing_steps(rows):
         yield device, block, int(times.computation_first[block]) + number, ticks
 
 
@@ -134,11 +135,9 @@ def _launching(rows: Rows, times: Times, device: int) -> list[Spans]:
     waits, host, before = list[Spans](), 0, 0
     for a in range(schedule.action_first[group], schedule.action_last[group]):
         m = int(schedule.microbatch[a])
-        blocks = int(schedule.block_first[a]), int(schedule.block_last[a])
-        key = blocks, m == 0, m == final
+        key = int(schedule.block_first[a]), int(schedule.block_last[a]), m == 0, m == final
         if key not in counted:
-            own = (b for b in range(*blocks) if (m == final if schedule.last[b] else m == 0 or not schedule.once[b]))
-            counted[key] = _launched(rows, times, device, own)
+            counted[key] = _launched(rows, times, device, blocks_run(schedule, a))
         places, launched, ticks = counted[key]
         if len(places):
             start, end = begun[m, places], ended[m, places]
@@ -151,18 +150,14 @@ def _launching(rows: Rows, times: Times, device: int) -> list[Spans]:
 
 
 def _launched(
-    rows: Rows, times: Times, device: int, blocks: Iterable[int]
+    rows: Rows, times: Times, device: int, blocks: Numbers
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
     """Of the computations of a device in some blocks: places, ticks of its host until each is launched; and of all."""
-    segments, host, places, launched = rows.segments, 0, list[int](), list[int]()
-    for block in blocks:
-        table = int(segments.device_steps[rows.segment[block]]) + device
-        for step in range(segments.step_first[table], segments.step_first[table + 1]):
-            host += int(segments.step_host[step])
-            if segments.step_kind[step] == COMPUTE:
-                places.append(int(times.computation_first[block]) + int(segments.step_row[step]))
-                launched.append(host)
-    return np.array(places, np.int64), np.array(launched, np.int64), host
+    segments = rows.segments
+    step, at = steps_at(segments, segments.device_steps[rows.segment[blocks]].astype(np.int64) + device)
+    launched, computes = segments.step_host[step].cumsum(), segments.step_kind[step] == COMPUTE
+    places = times.computation_first[blocks[at]].astype(np.int64) + segments.step_row[step]
+    return places[computes], launched[computes], int(segments.step_host[step].sum())
 
 
 def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
@@ -170,7 +165,7 @@ def stage_seconds(rows: Rows, stages: Stages) -> list[tuple[float, float]]:
     computes most, s."""
     operators = int(rows.schedule.argument[rows.schedule.kind == FORWARD].max()) + 1
     stage_of, ticks = stages.of(operators), np.zeros((len(stages), 2, len(rows.schedule.group)), np.int64)
-    for device, block, _, own in steps_of(rows):
+    for device, block, _, own in computing_steps(rows):
         if (kind := int(rows.schedule.kind[block])) in _WORK and kind not in (UPDATE, RECIPE):
             ticks[stage_of[int(rows.schedule.argument[block])], int(kind != FORWARD), device] += own
     most = ticks[np.arange(len(stages)), :, ticks.sum(axis=1).argmax(axis=1)] * TICK
@@ -243,26 +238,19 @@ def _device_time(
 def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
     """By device and sort, when it takes part in communications."""
     segments, devices = rows.segments, len(rows.schedule.group)
+    step, of, on = steps_of(segments, rows.segment, devices)
+    issues = segments.step_kind[step] == ISSUE
+    parties: dict[tuple[int, int], set[int]] = {}
+    for block, c, device in zip(*(x[issues].tolist() for x in (of, segments.step_row[step], on)), strict=True):
+        parties.setdefault((block, c), set()).add(device)
     found: list[dict[str, list[Spans]]] = [{} for _ in range(devices)]
     for block, segment in enumerate(rows.segment.tolist()):
         first = int(segments.communication_first[segment])
-        count = int(segments.communication_last[segment]) - first
-        parties: list[set[int]] = [set() for _ in range(count)]
-        for c in range(count):
-            begin, end = segments.receiver_first[first + c], segments.receiver_last[first + c]
-            parties[c].update(segments.receiver[begin:end].tolist())
-        if count:
-            table = int(segments.device_steps[segment])
-            starts = segments.step_first[table : table + devices + 1].tolist()
-            for device in range(devices):
-                for step in range(starts[device], starts[device + 1]):
-                    if segments.step_kind[step] == ISSUE:
-                        parties[segments.step_row[step]].add(device)
-        for c, members in enumerate(parties):
-            spans = _spans(
-                times.communication_start, times.communication_end, int(times.communication_first[block]) + c
-            )
-            sort = _sort(rows, block, members)
+        for c in range(int(segments.communication_last[segment]) - first):
+            receivers = slice(segments.receiver_first[first + c], segments.receiver_last[first + c])
+            members = parties.get((block, c), set()).union(segments.receiver[receivers].tolist())
+            place = int(times.communication_first[block]) + c
+            spans, sort = _spans(times.communication_start, times.communication_end, place), _sort(rows, block, members)
             for device in members:
                 found[device].setdefault(sort, []).append(spans)
     return found

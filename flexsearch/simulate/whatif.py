@@ -7,8 +7,9 @@ suit them. Faster devices and other synchronisation change the rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 from typing import Final
 
@@ -19,7 +20,7 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import NotationError, TopologyError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.rows import SYNCHRONISE, UPDATE
+from flexsearch.lower.rows import SYNCHRONISE, UPDATE, blocks_run
 from flexsearch.lower.share import share_of
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
@@ -58,6 +59,9 @@ class WhatIf:
     remark: str = ""
 
 
+Ask = Callable[[], WhatIf]
+
+
 def link_classes(topology: Topology) -> tuple[LinkClass, ...]:
     """Links grouped by name, where numbers do not count; where that leaves many, by bandwidth (powers of two)."""
     for key in (_pattern, _about):
@@ -83,22 +87,14 @@ def _about(name: str, bandwidth: float) -> str:
     return f"about {2.0 ** round(log2(bandwidth)):.2g} B/s"
 
 
-def what_ifs(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
-    """Every change in turn; the first is no change at all."""
-    yield WhatIf("nothing", "as it is", makespan(lowered))
-    yield from _hardware(lowered, profile)
-    yield from _synchronisation(lowered)
-    yield _batch(lowered, profile)
+def what_ifs(lowered: Lowered, profile: Profile | None) -> list[Ask]:
+    """Every change, simulated when it is called; the first is no change at all."""
+    base = _ask("nothing", "as it is", partial(makespan, lowered))
+    return [base, *_hardware(lowered, profile), *_synchronisation(lowered), partial(_batch, lowered, profile)]
 
 
-def count(topology: Topology, profile: Profile | None) -> int:
-    """How many :func:`what_ifs` there are."""
-    classes = len(link_classes(topology))
-    some = (
-        any(d.launch_s > 0.0 for d in topology.devices), topology.storage is not None,
-        _pads(topology, profile),
-    )  # fmt: skip
-    return 1 + classes + (classes > 1) + 3 + sum(some) + 5 + 1
+def _ask(change: str, words: str, seconds: Callable[[], float]) -> Ask:
+    return lambda: WhatIf(change, words, seconds())
 
 
 def without_reading(lowered: Lowered) -> float:
@@ -109,12 +105,12 @@ def without_reading(lowered: Lowered) -> float:
 # ---- hardware
 
 
-def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
+def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[Ask]:
     topology = lowered.lowering.network
     classes = link_classes(topology)
 
-    def seconds(**fields: object) -> float:
-        return _on(lowered, edited(topology, **fields), profile)
+    def edit(**fields: object) -> Callable[[], float]:
+        return lambda: _on(lowered, edited(topology, **fields), profile)
 
     def faster(change: str, words: str, resources: Collection[int] | None) -> WhatIf:
         try:
@@ -124,24 +120,24 @@ def _hardware(lowered: Lowered, profile: Profile | None) -> Iterator[WhatIf]:
 
     for links in classes:
         words = f"twice the bandwidth of {links.name}" if len(classes) > 1 else "twice the bandwidth"
-        yield faster(f"bandwidth x2: {links.name}", words, links.resources)
+        yield partial(faster, f"bandwidth x2: {links.name}", words, links.resources)
     if len(classes) > 1:
-        yield faster("bandwidth x2", "twice the bandwidth of all links", None)
+        yield partial(faster, "bandwidth x2", "twice the bandwidth of all links", None)
     near = tuple(link.model_copy(update={"latency_s": link.latency_s / FACTOR}) for link in topology.links)
-    yield WhatIf("latency / 2", "half the link latency", seconds(links=near))
+    yield _ask("latency / 2", "half the link latency", edit(links=near))
     quick = _quicker(topology.communication)
-    yield WhatIf("overhead / 2", "half the start-up time of messages", seconds(communication=quick))
+    yield _ask("overhead / 2", "half the start-up time of messages", edit(communication=quick))
     rows = lowered.rows
     halved = _with(rows, step_ticks=_halved(rows.segments.step_ticks))
-    yield WhatIf("compute x2", "computation twice as fast", rows_seconds(halved))
+    yield _ask("compute x2", "computation twice as fast", partial(rows_seconds, halved))
     if rows.machine.hosted[0]:
         captured = _with(rows, step_host=np.zeros_like(rows.segments.step_host))
-        yield WhatIf("launches", "no time for launches (a captured graph)", rows_seconds(captured))
+        yield _ask("launches", "no time for launches (a captured graph)", partial(rows_seconds, captured))
     if _pads(topology, profile):
         words = "matrix products padded to multiples of 8 (vocabularies, features)"
-        yield WhatIf("padding", words, _on(lowered, padded(topology), profile))
+        yield _ask("padding", words, lambda: _on(lowered, padded(topology), profile))
     if topology.storage is not None:
-        yield WhatIf("reading", "no time for reading (all batches in memory)", without_reading(lowered))
+        yield _ask("reading", "no time for reading (all batches in memory)", partial(without_reading, lowered))
 
 
 def _on(lowered: Lowered, topology: Topology, profile: Profile | None) -> float:
@@ -184,11 +180,18 @@ def _with(rows: Rows, **columns: npt.NDArray[np.generic]) -> Rows:
 # ---- synchronisation
 
 
-def _synchronisation(lowered: Lowered) -> Iterator[WhatIf]:
-    options, rows, lowering = lowered.options, lowered.rows, lowered.lowering
-    free, late = rows_seconds(_without_synchronisation(rows)), rows_seconds(_after_backward(rows))
-    yield WhatIf("gradients at no cost", "gradient synchronisation for free (a limit)", free)
-    yield WhatIf("no overlap", "gradients synchronised after the backward pass", late)
+def _synchronisation(lowered: Lowered) -> Iterator[Ask]:
+    options, rows = lowered.options, lowered.rows
+    for name, words, changed in (
+        ("gradients at no cost", "gradient synchronisation for free (a limit)", _without_synchronisation),
+        ("no overlap", "gradients synchronised after the backward pass", _after_backward),
+    ):
+        yield _ask(name, words, partial(rows_seconds, changed(rows)))
+
+    def bucketed(nbytes: int) -> float:
+        other = options.model_copy(update={"bucket_bytes": nbytes})
+        return rows_seconds(lowered.lowering.rows(lowered.configs, other, lowered.stages))
+
     for name, nbytes in (
         ("buckets x4", 4 * options.bucket_bytes),
         ("buckets / 4", max(1, options.bucket_bytes // 4)),
@@ -196,8 +199,7 @@ def _synchronisation(lowered: Lowered) -> Iterator[WhatIf]:
     ):
         size = f"{nbytes / 2**20:.3g} MiB"
         words = f"gradient buckets of {size}" if nbytes < ALL_AT_ONCE else "all gradients in one bucket"
-        other = options.model_copy(update={"bucket_bytes": nbytes})
-        yield WhatIf(name, words, rows_seconds(lowering.rows(lowered.configs, other, lowered.stages)))
+        yield _ask(name, words, partial(bucketed, nbytes))
 
 
 def _without_synchronisation(rows: Rows) -> Rows:
@@ -214,20 +216,15 @@ def _without_synchronisation(rows: Rows) -> Rows:
 
 def _after_backward(rows: Rows) -> Rows:
     """Rows whose synchronisation is issued only when a device has ended its backward pass."""
-    schedule, final = rows.schedule, int(rows.schedule.final[0])
+    schedule = rows.schedule
     first, last, actions = [], list[int](), list[tuple[int, int]]()
     for group_first, group_last in zip(schedule.action_first, schedule.action_last, strict=True):
-        every = [
-            (b, int(schedule.microbatch[a]))
-            for a in range(group_first, group_last)
-            for b in range(schedule.block_first[a], schedule.block_last[a])
-        ]
-        kinds = [schedule.kind[b] for b, _ in every]
-        late = sorted({b for (b, _), kind in zip(every, kinds, strict=True) if kind == SYNCHRONISE})
+        of_group = range(group_first, group_last)
+        every = [(b, int(schedule.microbatch[a])) for a in of_group for b in blocks_run(schedule, a).tolist()]
         first.append(len(actions))
-        actions += [row for row, kind in zip(every, kinds, strict=True) if kind not in (SYNCHRONISE, UPDATE)]
-        actions += [(b, final if schedule.last[b] else 0) for b in late]
-        actions += [row for row, kind in zip(every, kinds, strict=True) if kind == UPDATE]
+        actions += [row for row in every if schedule.kind[row[0]] not in (SYNCHRONISE, UPDATE)]
+        actions += sorted(row for row in every if schedule.kind[row[0]] == SYNCHRONISE)
+        actions += [row for row in every if schedule.kind[row[0]] == UPDATE]
         last.append(len(actions))
     block, microbatch = (np.array([row[k] for row in actions], np.uint32) for k in (0, 1))
     return replace(rows, schedule=schedule._replace(

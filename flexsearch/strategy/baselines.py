@@ -136,6 +136,13 @@ class _Setting:
         each = min(map(len, hosts.values()))
         return [tuple(devices[:each]) for devices in hosts.values()]
 
+    def several_hosts(self) -> list[tuple[int, ...]]:
+        """The same, for baselines that divide work inside hosts otherwise than among them."""
+        hosts = self.by_host()
+        if len(hosts) < 2 or len(hosts[0]) < 2:
+            raise _LeftOut("it needs several hosts with several devices each")
+        return hosts
+
     def _flops_seconds(self, operator: int, device: int) -> float:
         op = self.operators[operator]
         flops = forward_flops(op, op.sizes) + prod(op.sizes[a] for a in op.access.outputs[0].names())
@@ -174,7 +181,6 @@ def _over_batch(setting: _Setting, devices: Sequence[int], shares: Sequence[int]
     """Data parallelism over ``devices``; those that a small batch leaves nothing for are left out. ``shares``: of the
     batch, by device; left out: equal."""
     devices = tuple(devices)[: setting.graph.batch]
-
     return setting.walk(lambda i, followed: _shared_out(setting.operators[i], followed, devices, shares))
 
 
@@ -326,10 +332,7 @@ def _depths_on(setting: _Setting, devices: Sequence[int]) -> Configs:
 
 
 def _parallel_megatron(setting: _Setting) -> Configs:
-    rows = setting.by_host()
-    if len(rows) < 2 or len(rows[0]) < 2:
-        raise _LeftOut("it needs several hosts with several devices each")
-    return _grid(setting, rows, _tensor_parallel)
+    return _grid(setting, setting.several_hosts(), _tensor_parallel)
 
 
 def _parallel_megatron_2(setting: _Setting) -> Configs:
@@ -341,17 +344,12 @@ def _parallel_megatron_2(setting: _Setting) -> Configs:
 
 
 def _parallel_pipeline(setting: _Setting) -> Configs:
-    hosts = setting.by_host()
-    if len(hosts) < 2 or len(hosts[0]) < 2:
-        raise _LeftOut("it needs several hosts with several devices each")
-    return _grid(setting, list(zip(*hosts, strict=True)), _stages)
+    return _grid(setting, list(zip(*setting.several_hosts(), strict=True)), _stages)
 
 
 def _parallel_layer_wise(setting: _Setting) -> Configs:
-    depth, hosts = 1 + max(_depths(setting)), setting.by_host()
-    if len(hosts) < 2 or len(hosts[0]) < 2:
-        raise _LeftOut("it needs several hosts with several devices each")
-    return _grid(setting, list(zip(*hosts[:depth], strict=True)), _depths_on)
+    depth = 1 + max(_depths(setting))
+    return _grid(setting, list(zip(*setting.several_hosts()[:depth], strict=True)), _depths_on)
 
 
 def _grid(

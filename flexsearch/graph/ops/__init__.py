@@ -12,6 +12,7 @@ from flexsearch.graph.ops import (  # noqa: F401  (importing a family defines it
     ctc,
     diagonal,
     distance,
+    element_loss,
     embedding,
     given,
     histogram,

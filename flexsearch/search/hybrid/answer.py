@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flexsearch.cost.uncertainty import Estimate
+from flexsearch.errors import StrategyError
+from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_PIECES
 from flexsearch.search.hybrid.outcome import Candidate
 from flexsearch.search.hybrid.trials import Trials
 from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Prediction, Search, Strategy
+from flexsearch.topology import Topology
 
 
 class Choice(NamedTuple):
@@ -35,6 +38,22 @@ def choose(
         if not is_faster(step, baselines[name][1], margin):
             return Choice(*baselines[name], name, step.estimate)
     return Choice(best, step, same, None)
+
+
+def nothing_suits(graph: OperatorGraph, topology: Topology, refusals: str | None) -> StrategyError:
+    """The error where no layout is legal. ``refusals``: of those that PyTorch's modules do not express, if only these
+    were looked for, why not."""
+    if refusals is not None:
+        return StrategyError(
+            f"no layout that PyTorch's modules express suits {graph.name} on {topology.name}{refusals}",
+            "Search with --space native, whose plans have one stage. Of a plan of --space layouts, "
+            "`flexsearch export` says what they cannot express.",
+        )
+    return StrategyError(
+        f"no layout of {len(topology.devices)} devices of {topology.name} suits {graph.name}: its batch of "
+        f"{graph.batch} can be divided among none",
+        "Give another --batch, or fewer devices.",
+    )
 
 
 def strategy_of(trials: Trials, best: Candidate, step: Step, plans: int, bound_s: float) -> Strategy:

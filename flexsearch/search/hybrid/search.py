@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from flexsearch import compiled
 from flexsearch.cost import Profile
-from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import choose, strategy_of
+from flexsearch.search.hybrid.answer import choose, nothing_suits, strategy_of
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -122,18 +121,7 @@ class LayoutSearch:
                 stopped = "the search was interrupted"
             on_end()
             if self.best is None:
-                if self.native:
-                    raise StrategyError(
-                        f"no layout that PyTorch's modules express suits {self.graph.name} on {self.topology.name}"
-                        + self._refusals(),
-                        "Search with --space native, whose plans have one stage. Of a plan of --space layouts, "
-                        "`flexsearch export` says what they cannot express.",
-                    )
-                raise StrategyError(
-                    f"no layout of {len(self.topology.devices)} devices of {self.topology.name} suits "
-                    f"{self.graph.name}: its batch of {self.graph.batch} can be divided among none",
-                    "Give another --batch, or fewer devices.",
-                )
+                raise nothing_suits(self.graph, self.topology, self._refusals() if self.native else None)
             self._over = True
             return self._result(self.best, stopped, margin)
         finally:
