@@ -20,7 +20,7 @@ from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
 from flexsearch.lower.column import Column
 from flexsearch.lower.configs import intern_config
-from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill, plan_all
+from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill
 from flexsearch.lower.footprints import Landings, Sums
 from flexsearch.lower.growing import TYPES, GrowingPools
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
@@ -29,6 +29,7 @@ from flexsearch.lower.moves import FREE
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.program import make_wiring
+from flexsearch.lower.requested import plan_all
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
