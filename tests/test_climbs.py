@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flexsearch.cost import Costs
-from flexsearch.search import Evaluation, optimize, search
+from flexsearch.search import Evaluation, search
+from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed
 from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan, Start
@@ -83,12 +84,12 @@ def test_half_of_the_proposals_ends_no_search_that_has_hardly_begun() -> None:
 
 
 def test_on_many_devices_the_first_climb_splits_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimize.Workers, "work", lambda self: None)
+    monkeypatch.setattr(one_search.Workers, "work", lambda self: None)
 
     def climbs(devices: int, rule: Rule | None = None) -> list[Climb | None]:
         graph, topology = cnn(batch=SAMPLES_FROM, hidden=512), ethernet(devices)
         costs, budget = Costs(graph, topology), Budget(None, 10**6)
-        run = optimize._Run(graph, topology, costs, Options(), 0, rule, budget, None)
+        run = one_search.Run(graph, topology, costs, Options(), 0, rule, budget, None)
         run.begin(None)
         run.go(1)
         return [run._schedule.plan(k, []) for k in range(WINDOW)]

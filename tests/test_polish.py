@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.search import Evaluation, Evaluator, optimize, search
+from flexsearch.search import Evaluation, Evaluator, search
+from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
@@ -108,7 +109,7 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
 def test_when_a_search_turns_to_its_best_plan() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     budget = Budget(100.0, None)
-    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
+    run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, budget, None)
     run.begin(None)
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._schedule._planned = [10, 10]
@@ -142,12 +143,12 @@ def test_when_a_search_turns_to_its_best_plan() -> None:
 
 def test_a_chain_goes_on_from_the_best_plan_where_time_is_short_for_polishing(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
     run.begin(None)
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._seen = Evaluation(run.best.evaluation.time_s / 2, 0.0)
     found = {k: Climbed(k, "chain", run.best.configs, Evaluation(run._seen.time_s * (k + 1), 0.0)) for k in (0, 1)}
-    monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 80.0)
+    monkeypatch.setattr(one_search.time, "monotonic", lambda: run.began + 80.0)
     run.improved = run.began + 79.0
     enough = int(80 / 20 * ENOUGH * run.climber.space.alternatives_on_blocks)
     found[0].proposals = enough - 5
@@ -165,7 +166,7 @@ def test_a_chain_goes_on_from_the_best_plan_where_time_is_short_for_polishing(mo
 
 def test_of_plans_as_good_the_local_optimum_is_the_answer() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
-    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
     run.begin(None)
     rng = np.random.Generator(np.random.PCG64(0))
     a, b, c = (run.climber.space.random_plan(rng) for _ in range(3))

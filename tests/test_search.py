@@ -25,7 +25,8 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, optimize, search, simpler, workers
+from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, search, simpler, workers
+from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
@@ -97,7 +98,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch, eager: Callable[[workers.Workers], boo
     """Let searches be made by lazy workers; the climbs that their main process will make."""
     monkeypatch.setattr(LazyWorkers, "eager", staticmethod(eager), raising=False)
     monkeypatch.setattr(LazyWorkers, "alone", [])
-    monkeypatch.setattr(optimize, "Workers", LazyWorkers)
+    monkeypatch.setattr(one_search, "Workers", LazyWorkers)
     return LazyWorkers.alone
 
 
@@ -159,18 +160,18 @@ def test_it_stops_when_half_of_the_budget_brought_nothing() -> None:
 
 def test_half_of_the_time_ends_no_search_that_has_hardly_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = two_layers(), ethernet(2)
-    run = optimize._Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
     run.begin(None)
     climbed = Climbed(0, "chain", run.best.configs, run.best.evaluation, run._alternatives - 1)
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._look({0: climbed}, 0)
-    monkeypatch.setattr(optimize.time, "monotonic", lambda: run.began + 60.0)
+    monkeypatch.setattr(one_search.time, "monotonic", lambda: run.began + 60.0)
     run._look({0: climbed}, 0)
     climbed.proposals += 1
-    with pytest.raises(optimize._Stop, match="half of the budget"):
+    with pytest.raises(one_search.Stop, match="half of the budget"):
         run._look({0: climbed}, 0)
     climbed.proposals, climbed.optimal = 1, True  # then nothing is missing
-    with pytest.raises(optimize._Stop, match="half of the budget"):
+    with pytest.raises(one_search.Stop, match="half of the budget"):
         run._look({0: climbed}, 0)
 
 
@@ -187,7 +188,7 @@ def test_a_search_names_what_it_does_after_the_climbs(monkeypatch: pytest.Monkey
     def interrupted(run: object, processes: int) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimize._Run, "go", interrupted)
+    monkeypatch.setattr(one_search.Run, "go", interrupted)
     search(*arguments, proposals=2000, processes=1, on_phase=phases.append)
     assert all(phase.startswith("baselines") for phase in phases)  # what it calls may raise the interrupt again
 
@@ -332,8 +333,8 @@ def test_a_plan_over_memory_is_never_the_answer_where_one_fits() -> None:
 
 def test_baselines_are_simulated_in_full_only_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    simulate = optimize.simulate
-    monkeypatch.setattr(optimize, "simulate", lambda lowered: (calls.append(lowered), simulate(lowered))[1])
+    simulate = one_search.simulate
+    monkeypatch.setattr(one_search, "simulate", lambda lowered: (calls.append(lowered), simulate(lowered))[1])
     result = find(mlp(), ethernet(4), 1)
     assert len(calls) == 1  # of the answer
     outcome = result.baselines["data-parallel"]
