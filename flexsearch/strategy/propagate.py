@@ -137,16 +137,14 @@ class Propagation:
         """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
         return self._carry(source, config, link.target, link.pairs, link.picked if link.forward else ())
 
-    def best(self, target: int, known: Mapping[int, OperatorConfig], forward: bool = True) -> OperatorConfig | None:
-        """What ``target`` should be to follow its neighbours among ``known``: its producers (``forward``) or its
-        consumers. The config with most parts wins, as replicas waste devices; then the largest tensor, then the first.
-        None if it has no such neighbour."""
+    def best(self, target: int, known: Mapping[int, OperatorConfig]) -> OperatorConfig | None:
+        """What ``target`` should be to follow its producers among ``known``. The config with most parts wins, as
+        replicas waste devices; then the largest tensor, then the first. None if it has no such neighbour."""
         candidates: list[tuple[int, int, OperatorConfig]] = []
         for link in self.links[target]:
-            if link.forward != forward and link.target in known:
+            if not link.forward and link.target in known:
                 back = tuple((a, b) for b, a in link.pairs)
-                picked = () if link.forward else link.picked
-                config = self._carry(link.target, known[link.target], target, back, picked)
+                config = self._carry(link.target, known[link.target], target, back, link.picked)
                 candidates.append((config.parts, link.nbytes, config))
         return max(candidates, key=lambda entry: entry[:2])[2] if candidates else None
 
