@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexsearch.errors import RuntimeFailure
 from flexsearch.runtime.faults import with_all
 from flexsearch.runtime.feed import Feed
 
@@ -28,12 +29,25 @@ class BatchSize:
         """It has no more."""
         self._ended = True
 
-    def of(self, named: Mapping[str, Tensor], alone: bool) -> int:
-        """Samples of a batch: as many as were fetched last, or the plan's.
+    def of(self, named: Mapping[str, Tensor], samples: int | None, alone: bool) -> int:
+        """Samples of the batch at hand: as many as the user says (``samples``), or as seem to be meant. ``alone``:
+        ranks do not wait for each other. Raises RuntimeFailure for a number that the plan cannot serve."""
+        count = samples if samples is not None else self._meant(named, alone)
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise RuntimeFailure(f"samples={count!r} is no number of samples", "Give a whole number.")
+        if not 0 < count <= self._feed.graph.batch:
+            raise RuntimeFailure(
+                f"a batch of {count} samples, where the plan is for {self._feed.graph.batch}",
+                "Give at most as many, or plan for a larger batch.",
+            )
+        return count
+
+    def _meant(self, named: Mapping[str, Tensor], alone: bool) -> int:
+        """As many as were fetched last, or the plan's.
 
         A batch of the user's own may come between, or behind the last one fetched. A rank without samples cannot tell
-        which it is, so after a smaller batch was fetched, all ranks must call this. ``alone``: ranks do not wait for
-        each other, so each decides for itself.
+        which it is, so after a smaller batch was fetched, all ranks must call this; those that are ``alone`` decide
+        each for itself.
         """
         full, fetched = self._feed.graph.batch, self._fetched
         if fetched == full:

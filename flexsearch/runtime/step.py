@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from flexsearch.graph import Interval, OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
-from flexsearch.runtime import checkpoint, safetensors
-from flexsearch.runtime.arguments import check_folder, check_scale, check_steps, length_of
+from flexsearch.runtime.arguments import check_scale, check_steps, length_of
 from flexsearch.runtime.batch_size import BatchSize
 from flexsearch.runtime.clip import check_norm, scale_to, total_norm
 from flexsearch.runtime.engine import Engine
@@ -32,6 +30,7 @@ from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
 from flexsearch.runtime.modes import refuse_modes
 from flexsearch.runtime.optimizers import Optimizers
+from flexsearch.runtime.persistence import Persistent
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.recipes.plan import apart, without_synchronisation
 from flexsearch.runtime.recipes.synchronisation import Synchronisation
@@ -58,7 +57,7 @@ class StepOutput:
     outputs: Any = None
 
 
-class Parallel:
+class Parallel(Persistent):
     """A model split over the ranks: a training step to call with batches. Made by ``parallelize``.
 
     Its parameters are this rank's pieces of the weights. A call leaves gradients in them, which add up until an
@@ -194,7 +193,7 @@ class Parallel:
     def _train(self, inputs: Any, targets: Any, samples: int | None, scale: float, outputs: bool) -> StepOutput:
         self.stored.check_frozen()
         named = self.feed.named(inputs, targets)
-        count = self._count(named, samples)
+        count = self._batch_size.of(named, samples, self.apart)
         returned = self.variants.forward(named, count, False, False) if outputs else None
         self.synchronisation.check()
         earlier = {} if self._one_call else set_aside(self.stored.weights)
@@ -219,18 +218,6 @@ class Parallel:
         workers = len(self.lowered.recipe_groups[0].devices)
         value = results.get(graph.loss)
         return torch.full((), torch.nan, device=self.device) if value is None else value * workers
-
-    def _count(self, named: Mapping[str, Tensor], samples: int | None) -> int:
-        """Samples of the batch at hand."""
-        count = samples if samples is not None else self._batch_size.of(named, self.apart)
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise RuntimeFailure(f"samples={count!r} is no number of samples", "Give a whole number.")
-        if not 0 < count <= self.graph.batch:
-            raise RuntimeFailure(
-                f"a batch of {count} samples, where the plan is for {self.graph.batch}",
-                "Give at most as many, or plan for a larger batch.",
-            )
-        return count
 
     def _fed(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         batch = self.graph.batch
@@ -323,14 +310,13 @@ class Parallel:
     def parameter_groups(self, decay: float) -> list[dict[str, Any]]:
         """Two groups for an optimizer: trained matrices with ``weight_decay=decay``, trained vectors (biases, norms)
         with none. The same groups on all ranks, also where one is empty."""
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        for name, parameter in self.stored.parameters:
-            if parameter.requires_grad:
-                rank = len(self.stored.model_shape(name.partition(".unread.")[0]))
-                (matrices if rank > 1 else vectors).append(parameter)
-        if not matrices and not vectors:
-            vectors.append(self._empty)
+        trained = [
+            (len(self.stored.model_shape(name.partition(".unread.")[0])), parameter)
+            for name, parameter in self.stored.parameters
+            if parameter.requires_grad
+        ]
+        matrices, vectors = ([p for rank, p in trained if (rank > 1) == several] for several in (True, False))
+        vectors = vectors if trained else [self._empty]
         return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -374,7 +360,8 @@ class Parallel:
         self._refuse("forward")
         with self.failures.watch(), torch.inference_mode(False):  # communication needs version counters
             named = self.feed.named(self.feed.inputs(batch), None)
-            return self.variants.forward(named, self._count(named, samples), self._evaluating, everything)
+            count = self._batch_size.of(named, samples, self.apart)
+            return self.variants.forward(named, count, self._evaluating, everything)
 
     # ---- data
 
@@ -382,14 +369,6 @@ class Parallel:
     def sample_range(self) -> Interval:
         """[low, high) of the global batch's samples that this rank needs; (0, 0) if none."""
         return self.feed.samples[self.rank]
-
-    def sampler(self, length: int, *, shuffle: bool = True, seed: int = 0, epoch: int = 0) -> Iterator[list[int]]:
-        """Batch sampler for a data set of ``length`` samples: for each global batch, the indices of this rank's samples
-        (for ``DataLoader(batch_sampler=...)`` as a list). The ranks draw the same order; an incomplete last batch is
-        left out."""
-        low, high = self.sample_range
-        for batch in batches(sample_order(length, shuffle, seed, epoch), self.graph.batch, drop_last=True):
-            yield list(batch[low:high])
 
     def loader(
         self, dataset: Dataset[Any] | Sequence[Any], *, shuffle: bool = True, seed: int = 0, epoch: int = 0,
@@ -400,66 +379,11 @@ class Parallel:
         several first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for
         instance."""
         order = sample_order(length_of(dataset), shuffle, seed, epoch)
-        counts, parts = [], []
-        for batch in batches(order, self.graph.batch, drop_last):
-            low, high = self.feed.range_of(self.rank, len(batch))
-            counts.append(len(batch))
-            parts.append(batch[low:high])
-        loaded = load(dataset, parts, options)
-        for count in counts:
+        cut = list(batches(order, self.graph.batch, drop_last))
+        loaded = load(dataset, [batch[slice(*self.feed.range_of(self.rank, len(batch)))] for batch in cut], options)
+        for batch in cut:
             with self.failures.watch():
                 part = next(loaded)
-            self._batch_size.fetched(count)
+            self._batch_size.fetched(len(batch))
             yield part
         self._batch_size.ended()
-
-    # ---- state
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state under the original names, on every rank (CPU tensors). All ranks must call it."""
-        with self.synchronisation.agreed():
-            return self.stored.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
-        shapes, before anything is changed."""
-        self.stored.load_state_dict(state)
-        self.synchronisation.restart()
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        """The model's state for ``torch.distributed.checkpoint``, in pieces with their places in the whole tensors:
-        saving reads them, loading writes them in place; call :meth:`loaded` then."""
-        return checkpoint.model_state(self.stored)
-
-    def save_safetensors(self, folder: str | Path) -> None:
-        """Write the weights as ``model.safetensors``, as Hugging Face's models read it. All ranks must call it."""
-        check_folder(folder)
-        with self.failures.watch(), self.synchronisation.agreed():
-            safetensors.save(folder, self.stored)
-
-    def load_safetensors(self, folder: str | Path) -> None:
-        """Read weights of Hugging Face, in one file or several. All ranks must call it."""
-        check_folder(folder)
-        with self.failures.watch():
-            safetensors.load(folder, self.stored)
-            self.synchronisation.restart()
-
-    def loaded(self) -> None:
-        """Compute what follows from a state that was loaded in place. All ranks must call it."""
-        self.stored.changed()
-        self.synchronisation.restart()
-
-    def save(self, folder: str | Path, optimizer: Optimizer | None = None, **extra: Any) -> None:
-        """Write a checkpoint (``torch.distributed.checkpoint``): model, optimizer, the state of dropout, and whatever
-        is passed by name, such as ``scheduler=scheduler.state_dict()``. No rank holds the whole. All ranks must call
-        it."""
-        check_folder(folder, optimizer)
-        with self.failures.watch():
-            checkpoint.save(folder, self.stored, self.context, optimizer or self.optimizer, extra, self.synchronisation)
-
-    def load(self, folder: str | Path, optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """Read a checkpoint that was saved under any plan on any number of ranks; returns what was passed to ``save``
-        by name. Only load what you trust: it is unpickled. All ranks must call it. Raises RuntimeFailure."""
-        check_folder(folder, optimizer)
-        with self.failures.watch():
-            return checkpoint.load(folder, self.stored, self.context, optimizer or self.optimizer, self.synchronisation)
