@@ -181,22 +181,25 @@ def _apart(table: str, name: str, proposals: int, limit_s: float) -> dict[str, A
 
 PAGE = """# Models as they come
 
-Made by `python -m benchmarks.models{only} --write docs/models.md`, with torch {torch} and transformers {transformers}.
+Import a model of Hugging Face's transformers by its name, without weights and without network:
 
-Models of Hugging Face's transformers, in training mode, with the batch of their data collator, as shipped: attention
-kernels, dropout and drop path, KV cache (which importing turns off), masks. Every plan of the families computes the
-loss and the gradients of plain PyTorch: `pytest tests/test_huggingface.py --all-models` proves it for data parallelism,
-Megatron, FSDP, random plans and the plan that is found, on two ranks. wav2vec2 is without layer drop and SpecAugment,
-and DeBERTa is told that each text has one class: as shipped these depend on values, and the error says what to set.
+    flexsearch import hf:llama --batch 8 --set seq=4096 --set num_hidden_layers=16 -o graph.json
+
+The tables below list the families that import unchanged: in training mode, with the batch of their data collator,
+attention kernels, dropout and drop path, masks. Importing turns the KV cache off. wav2vec2 must be without layer drop
+and SpecAugment, and DeBERTa needs to know that each text has one class. As shipped these depend on values, and the
+error says what to set.
+
+Plans of these families compute the loss and the gradients of plain PyTorch. `pytest tests/test_huggingface.py
+--all-models` checks this on two ranks for data parallelism, Megatron, FSDP, random plans and the plan of the search.
 
 - *import*: seconds, in a process that has imported a small model before.
 - *memory*: by how much importing raised the peak memory of the process.
-- *baseline*: the best hand-written plan; *found* is that of a search with {tiny} proposals, {full} for
+- *opaque*: operators that cannot be split.
+- *baseline*: the best hand-written plan. *found*: the plan of a search with {tiny} proposals, {full} for
   configurations that people train. Both times are predictions; *gain* is their ratio.
 
-Import one by its name, without weights and without network:
-
-    flexsearch import hf:llama --batch 8 --set seq=4096 --set num_hidden_layers=16 -o graph.json
+Made by `python -m benchmarks.models{only} --write docs/models.md`, with torch {torch} and transformers {transformers}.
 """
 
 

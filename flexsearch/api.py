@@ -138,7 +138,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Raise UsageError for arguments that no search can use. ``texts``: those that are lists of texts, by name."""
     if margin is not None and not (is_finite(margin) and margin >= 0):
-        raise UsageError(f"margin={margin!r} is no share of a time", "Give a number from 0 (0.05: by 5 %), or None.")
+        raise UsageError(f"margin={margin!r} is not a share", "Give a number from 0 (0.05: by 5 %), or None.")
     if processes is not None and not (isinstance(processes, int) and processes >= 1):
         raise UsageError(f"cannot search in processes={processes!r}", "Give a number from 1, or None: one a core.")
     if not isinstance(start, Strategy | None):

@@ -74,7 +74,7 @@ def _read_regular(path: str | Path, source: str) -> bytes:
     finally:
         os.close(handle)
     if len(data) > MAX_FILE_BYTES:
-        raise FileFormatError(f"{source} is larger than {MAX_FILE_BYTES >> 20} MiB", "Was another kind of file given?")
+        raise FileFormatError(f"{source} is larger than {MAX_FILE_BYTES >> 20} MiB", "Is it another kind of file?")
     return data
 
 
@@ -188,7 +188,7 @@ def parse(model: type[M], data: Any, source: str, what: str) -> M:
         given = data.get("format")
         raise FileFormatError(
             f'{what} {source} has "format": {_brief(given)}, but this command needs "{expected}"',
-            f"Give a {what} file." if given is None else "Was another kind of file, or another version, given?",
+            f"Give a {what} file." if given is None else "Is it another kind of file, or of another version?",
         )
     try:
         # JSON mode lets lists become tuples under strict typing, and nothing else.

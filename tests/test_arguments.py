@@ -50,7 +50,7 @@ def told(call: Callable[[], object]) -> str:
         (lambda: optimize(inputs=torch.ones(0, 3)), r"a tensor of shape (0, 3), which has no elements. Give a batch"),
         (lambda: optimize(inputs={}), "no tensor among the example inputs. Give a batch"),
         (lambda: flexsearch.optimize(None, BATCH, ONE_RANK), "must be an nn.Module, not NoneType"),  # type: ignore[arg-type]
-        (lambda: optimize(margin=nan), "margin=nan is no share of a time. Give a number from 0"),
+        (lambda: optimize(margin=nan), "margin=nan is not a share. Give a number from 0"),
         (lambda: optimize(margin=-0.1), "margin=-0.1"),
         (lambda: optimize(processes=0), "cannot search in processes=0. Give a number from 1"),
         (lambda: optimize(processes="2"), "processes='2'"),

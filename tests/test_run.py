@@ -520,7 +520,7 @@ def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.M
     assert second.json["learned"]["changed"] == [] and Path("p.json").read_bytes() == written
     monkeypatch.setattr("flexsearch.runtime.launch.call", _taking(Learned(compute=3.0), "mlp"))
     words = " ".join(cli(*command).out.split())
-    said = re.search(r"p\.json learned from \d+ plans: computing takes (\S+)x of what it says\. Median error", words)
+    said = re.search(r"p\.json learned from \d+ plans: computing takes (\S+)x what the profile says\. Median", words)
     assert said is not None and float(said[1]) == pytest.approx(2.25, rel=0.1), words
     assert "data-sheet figures for the hardware, corrected by measured steps" in words
 

@@ -129,7 +129,7 @@ def test_optimize_says_how_much_a_found_plan_gains(cli: Cli) -> None:
     assert data["iteration_s"] < best and data["set_aside_s"] is None
     out = " ".join(cli(*arguments).out.split())
     assert "found by the search;" in out and "as fast as the best baseline" in out
-    plan = out[out.index("Best plan") : out.index("It takes")]
+    plan = out[out.index("Best plan") : out.index("Predicted: ")]
     assert len(plan) < 1500
 
 
@@ -170,7 +170,7 @@ def test_a_search_that_has_hardly_begun_says_so(cli: Cli, proposals: int, few: b
     data = cli(*arguments, "--json").json
     assert data["few_proposals"] == few
     out = " ".join(cli(*arguments).out.split())
-    assert ("Only 5 proposals in" in out and "hardly better than the best start" in out) == few
+    assert ("Only 5 proposals in" in out and "hardly better than the best baseline" in out) == few
     assert not (few and "found nothing" in out)
 
 

@@ -192,5 +192,5 @@ def test_spreads(value: float, half: float, text: str) -> None:
 
 def test_what_is_set_aside_is_told() -> None:
     answer = Estimate(1.0, {MATRIX: 1.0})
-    assert "tell these two apart from" in aside_words(answer, Estimate(0.99, {MATRIX: 0.99}))
-    assert "less than the margin" in aside_words(answer, Estimate(0.9, {MATRIX: 0.9}))
+    assert "tell these two apart only if they differ by" in aside_words(answer, Estimate(0.99, {MATRIX: 0.99}))
+    assert "gains less than --margin" in aside_words(answer, Estimate(0.9, {MATRIX: 0.9}))

@@ -151,14 +151,14 @@ def _beside(layouts: HybridResult, result: SearchResult, margin: float | None) -
     from flexsearch.report.units import percent, seconds
 
     if not layouts.best.feasible:
-        return "Of the layouts with stages and microbatches none fits into memory."
+        return "No plan with stages or microbatches fits into memory."
     if layouts.strategy.is_plain:
         return "Stages, microbatches and recomputation gain nothing here."
     slower = layouts.step.makespan_s / result.simulation.makespan_s - 1.0
     near = margin is None and layouts.step.estimate.is_near(result.simulation.estimate)
-    how = "too near to be told apart" if near else f"{percent(slower)} slower"
+    how = "too close to tell apart" if near else f"{percent(slower)} slower"
     if slower <= 0 and not near:
-        how = "too little faster to be preferred (--margin)"
+        how = "not enough faster to be chosen (--margin)"
     return (
         f"The best plan with stages or microbatches takes {seconds(layouts.step.makespan_s)}, {how}: "
         f"{_layout_words(layouts)}."
@@ -220,15 +220,15 @@ def _few(result: SearchResult) -> str:
     from flexsearch.report.units import percent
 
     begun = (
-        f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, where one layer of each of {result.sorts:,} "
-        f"sorts has {result.alternatives:,} other configs in all"
+        f"Only {result.proposals:,} proposals in {result.elapsed_s:.3g} s, although one layer of each of the "
+        f"{result.sorts:,} kinds has {result.alternatives:,} other configs in all"
     )
     now_s = result.simulation.makespan_s
     if result.feasible and now_s - result.bound_s <= LITTLE * now_s:
         return f"{begun}; but little is left to gain: no plan in this space is {percent(LITTLE)} faster."
     starts = [o.time_s for o in result.baselines.values() if o.feasible]
     gain = min(starts) / now_s if starts and now_s else 1.0
-    meaning = "the plan is hardly better than the best start" if gain < HARDLY else "there may well be better plans"
+    meaning = "the plan is hardly better than the best baseline" if gain < HARDLY else "there may well be better plans"
     return f"{begun}: {meaning}. Give the search more time (--budget), or continue it (--resume)."
 
 
@@ -238,12 +238,12 @@ def _how_good(result: SearchResult, proof: Optimum | None) -> str:
     from flexsearch.report.units import seconds
 
     now, least = time_words(result.simulation.estimate), seconds(result.bound_s)
-    text = f"It takes {now} an iteration; no plan in this space is faster than {least}."
+    text = f"Predicted: {now} per iteration. No plan in this space can be faster than {least}."
     if result.locally_optimal:
-        text += " It is locally optimal: no change to a single operator makes it 1 % faster."
+        text += " The plan is locally optimal: no change to a single operator makes it 1 % faster."
     if proof is None:
         return text
     space = f"the {proof.plans:.3g} plans on aligned blocks of devices"
     if proof.complete:
-        return f"{text}\nOf {space} none is faster: proved in {seconds(proof.elapsed_s)}."
-    return f"{text}\nOf {space} none is faster than {seconds(proof.bound_s)}, as far as was proved: {proof.stopped}."
+        return f"{text}\nProved in {seconds(proof.elapsed_s)}: none of {space} is faster."
+    return f"{text}\nProved so far: none of {space} is faster than {seconds(proof.bound_s)}. Stopped: {proof.stopped}."

@@ -23,7 +23,7 @@ from flexsearch.cli import (
 )
 
 app = typer.Typer(
-    help="Find, explain and run the fastest way to split one PyTorch training step over a set of devices.",
+    help="Find, explain and run the fastest way to split a PyTorch training step over a set of devices.",
     invoke_without_command=True, pretty_exceptions_enable=False, add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
@@ -39,7 +39,7 @@ def _version(wanted: bool) -> None:
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

@@ -36,18 +36,18 @@ def _words(name: str) -> str:
 
 def calibrate(
     rows: Annotated[Path, typer.Argument(metavar="ROWS", help="CSV file of plans and their measured times.")],
-    topology: Annotated[str, typer.Option("--topology", "-t", metavar="T", help="What they were measured on.")],
+    topology: Annotated[str, typer.Option("--topology", "-t", metavar="T", help="The cluster they were measured on.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Profile file to write.")] = Path("profile.json"),
     profile: Annotated[
-        Path | None, typer.Option("--profile", "-p", metavar="P", help="Profile to go on from. May be the output.")
+        Path | None, typer.Option("--profile", "-p", metavar="P", help="Profile to start from. May be the output.")
     ] = None,
     code: CodeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the cost model to measured iteration times, and write what they teach as a profile.
+    """Fit the cost model to measured iteration times, and write the result as a profile.
 
-    A row names a strategy file, or a graph and a layout, and has measured_s. As few figures are fitted as predict plans
-    that were left out best, and no more than a third as many as there are plans.
+    A row names a strategy file, or a graph and a layout, and has measured_s. The fit changes
+    only as many figures as improve predictions for plans left out of it, at most one for every three plans.
     """
     check_outputs({"--output": output}, rows)
     from flexsearch.calibrating import calibrate as fitted

@@ -89,14 +89,14 @@ def run(
         typer.Option(
             "--profile", "-p", metavar="P",
             help="Measured compute times. Default: the prediction in the strategy file. With --trace, the file, which "
-            "need not exist, learns from the measured times.",
+            "may be new, learns from the measured times.",
         ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted and the measured timeline as a Chrome trace.")
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Pass runs of operators to torch.compile. Predictions are of plain ones.")
+        bool, typer.Option("--compile", help="Pass runs of operators to torch.compile; predictions are for eager code.")
     ] = False,
     tolerate: Annotated[
         bool, typer.Option("--tolerate", help="Go on when other ranks die (gossip, ring, matrix, async, stale).")

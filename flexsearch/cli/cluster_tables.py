@@ -56,7 +56,7 @@ def sources(cluster: Topology) -> Grid:
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
     for figure in FIGURES:
         told = _told(_value(cluster, figure))
-        grid.add(figure, told, cluster.source_kind(figure), origin.get(figure, "nothing is said of it"))
+        grid.add(figure, told, cluster.source_kind(figure), origin.get(figure, "not stated"))
     return grid
 
 

@@ -13,7 +13,7 @@ def clusters(
     topology: Annotated[str | None, typer.Argument(metavar="[TOPOLOGY]", help="A preset or a topology file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the presets; or tell the figures of one, or of a file, and which were measured, published or guessed."""
+    """List the presets, or show the figures of one (or of a file) and which were measured, published or guessed."""
     from flexsearch.cli import cluster_tables as told
     from flexsearch.report.units import percent
     from flexsearch.topology import Topology, presets
@@ -26,7 +26,7 @@ def clusters(
     cluster = Topology.load(topology)
 
     def human() -> None:
-        stdout.print(f"{cluster.name}: {cluster.source or 'nothing is said of it'}", soft_wrap=True, markup=False)
+        stdout.print(f"{cluster.name}: {cluster.source or 'source not stated'}", soft_wrap=True, markup=False)
         if (code := cluster.code) is not None:
             off = code.standard_error
             error = f"; other codes differ by {percent(off)} (standard error)" if off else ""

@@ -99,22 +99,22 @@ TopologyOption = Annotated[
 ]
 ProfileOption = Annotated[
     Path | None,
-    typer.Option("--profile", "-p", metavar="P", help="Measured compute times. Without it: peak rates of the devices."),
+    typer.Option("--profile", "-p", metavar="P", help="Measured compute times. Default: peak rates of the devices."),
 ]
 DataOption = Annotated[
     str | None,
     typer.Option(
         "--data", metavar="KEY=VALUE,...",
-        help="What is read from the topology's storage: sample-bytes=110k, files-per-sample=1, files-per-batch=0, "
-        "prefetch=1 (batches ahead), samples=1.2M (of the data set).",
+        help="Training data read from the topology's storage: sample-bytes=110k, files-per-sample=1, "
+        "files-per-batch=0, prefetch=1 (batches ahead), samples=1.2M (in the data set).",
     ),
 ]  # fmt: skip
 CodeOption = Annotated[
     Literal["fused", "eager", "compiled", "captured"] | None,
     typer.Option(
         "--code",
-        help="The training code on GPUs: fused kernels; eager: PyTorch without compilation; compiled: by "
-        "torch.compile; captured: compiled, as a graph that no host launches. Default: as the topology says.",
+        help="The training code on GPUs. fused: fused kernels; eager: PyTorch without compilation; compiled: by "
+        "torch.compile; captured: compiled, run as one CUDA graph. Default: as the topology says.",
     ),
 ]
 BatchOption = Annotated[
@@ -122,12 +122,12 @@ BatchOption = Annotated[
     typer.Option(
         "--batch",
         metavar="512|1M-tokens",
-        help="Global batch, in samples or in tokens (k: 1024, M: its square). Default: the graph's.",
+        help="Global batch, in samples or in tokens (k is 1024, M is 1024^2). Default: the graph's.",
     ),
 ]
 SequenceOption = Annotated[
     int | None,
-    typer.Option("--seq", min=1, max=2**40, metavar="N", help="Tokens of a sequence. Default: the graph's."),
+    typer.Option("--seq", min=1, max=2**40, metavar="N", help="Tokens per sequence. Default: the graph's."),
 ]
 
 
@@ -152,7 +152,7 @@ class Size(NamedTuple):
 PriceOption = Annotated[
     float | None,
     typer.Option(
-        "--cost-per-hour", min=0.0, metavar="X", help="Price of a device for an hour: says what a step costs.", **FINITE
+        "--cost-per-hour", min=0.0, metavar="X", help="Price of one device an hour; adds what a step costs.", **FINITE
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for errors.")]

@@ -32,8 +32,8 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         metavar="R,...",
-        help="Find the recipe that is first at the target, among all exact ones and these: names, whole recipes, or "
-        "all; single and combined, as optimize --allow.",
+        help="Find the recipe that reaches the target first, among all exact ones and these (names, whole recipes, "
+        "or all), alone and combined, as optimize --allow.",
     ),
 ]
 ModelOption = Annotated[
@@ -52,15 +52,15 @@ ClusterOption = Annotated[
     str, typer.Option("--topology", "-t", metavar="T", help="A preset (ethernet-1g:16), or a topology file.")
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option("--workers", metavar="N", help="Devices that train, the first. Default: all.")
+    int | None, typer.Option("--workers", metavar="N", help="Train on the first N devices. Default: all.")
 ]
 EpochsOption = Annotated[int, typer.Option("--epochs", metavar="N", help="Passes over the data.")]
-BatchOption = Annotated[int, typer.Option("--batch", metavar="N", help="Samples of a worker's step.")]
-OptimizerOption = Annotated[Literal["sgd", "adam"], typer.Option("--optimizer", help="Of the workers.")]
+BatchOption = Annotated[int, typer.Option("--batch", metavar="N", help="Samples per worker and step.")]
+OptimizerOption = Annotated[Literal["sgd", "adam"], typer.Option("--optimizer", help="Optimizer of each worker.")]
 RateOption = Annotated[
-    float | None, typer.Option("--lr", metavar="X", help="Learning rate. Default: 0.1; of adam 0.001.", **FINITE)
+    float | None, typer.Option("--lr", metavar="X", help="Learning rate. Default: 0.1, or 0.001 for adam.", **FINITE)
 ]
-MomentumOption = Annotated[float, typer.Option("--momentum", metavar="X", help="Of sgd.", **FINITE)]
+MomentumOption = Annotated[float, typer.Option("--momentum", metavar="X", help="Momentum of sgd.", **FINITE)]
 LossOption = Annotated[
     float | None,
     typer.Option(
@@ -69,7 +69,7 @@ LossOption = Annotated[
 ]
 AccuracyOption = Annotated[
     float | None,
-    typer.Option("--target-accuracy", metavar="X", help="Or to this accuracy, a share, as 0.45.", **FINITE),
+    typer.Option("--target-accuracy", metavar="X", help="Compare times to this accuracy, as 0.45.", **FINITE),
 ]
 StepTimeOption = Annotated[
     float | None,
@@ -77,12 +77,12 @@ StepTimeOption = Annotated[
 ]
 SlowOption = Annotated[
     list[str] | None,
-    typer.Option("--slow", metavar="WORKER:FACTOR", help="A worker that takes so many times as long. Repeatable."),
+    typer.Option("--slow", metavar="WORKER:FACTOR", help="A worker that takes FACTOR times as long. Repeatable."),
 ]
 JitterOption = Annotated[
-    float, typer.Option("--jitter", metavar="X", help="Steps take up to this share longer, by chance.", **FINITE)
+    float, typer.Option("--jitter", metavar="X", help="Each step takes up to this share longer, at random.", **FINITE)
 ]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of the order of samples, and of chance.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the order of samples and of jitter.")]
 CurvesOption = Annotated[
     Path | None, typer.Option("--output", "-o", help="Draw the curves: a .png, .svg or .pdf file.")
 ]

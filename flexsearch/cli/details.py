@@ -141,7 +141,7 @@ def _print(grid: Grid, what: str) -> None:
         alike.setdefault(tuple(cells), []).append(name)
     shown = Grid(grid.columns)
     for same, names in list(alike.items())[:_MOST]:
-        shown.add(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} alike", *same)
+        shown.add(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} like it", *same)
     stdout.print(shown)
     left = sum(len(names) for names in list(alike.values())[_MOST:])
     if left:

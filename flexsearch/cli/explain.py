@@ -190,7 +190,7 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
         against = "".join(f", {ratio(s / iteration_s)} as fast as {w}" for s, w in times if s)
     name = f"{path} (the baseline {same})" if same else str(path)
     estimate = row.simulation.estimate
-    tell(f"{name}: {time_words(estimate)} an iteration, {rate}{against}", indent=2)
+    tell(f"{name}: {time_words(estimate)} per iteration, {rate}{against}", indent=2)
     if basis := basis_words(estimate):
         tell(basis)
     for device, missing in row.shortfall[:1]:

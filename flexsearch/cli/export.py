@@ -28,10 +28,10 @@ Target = Literal["torch", "torchtitan", "megatron"]
 def export(
     strategy: Annotated[Path, typer.Argument(metavar="STRATEGY", help="Strategy file.")],
     to: Annotated[
-        Target, typer.Option("--to", help="torch: a Python file that applies the plan. The others: their flags.")
+        Target, typer.Option("--to", help="torch: a Python file that applies the plan. torchtitan, megatron: flags.")
     ] = "torch",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; without it the text is printed.")
+        Path | None, typer.Option("--output", "-o", help="The file to write. Default: print the text.")
     ] = None,
     graph: Annotated[
         str | None, typer.Option("--graph", "-g", metavar="GRAPH", help="The graph, where it is not a shipped one.")
@@ -42,8 +42,8 @@ def export(
 ) -> None:
     """Write a plan as ordinary PyTorch, or print it as flags of torchtitan or Megatron-LM.
 
-    Plans that these cannot express are refused, with the first operator or option that they cannot;
-    `flexsearch optimize --space native` searches for plans that they can.
+    A plan that they cannot express is refused; the message names the first operator or option that is in the way.
+    `flexsearch optimize --space native` searches only for plans that can be exported.
     """
     from flexsearch.output import write
     from flexsearch.strategy import Strategy

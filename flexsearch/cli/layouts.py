@@ -204,9 +204,9 @@ def _say(
     named = f"the baseline {result.baseline}: " if result.baseline else ""
     tell(f"\nBest plan: {named}{layout_words(best)}.")
     if best.changed:
-        tell("Inside a group, some sorts of operators are split otherwise than Megatron's rules say; see the file.")
+        tell("Inside a group, some kinds of operator are split differently from Megatron's rules; see the file.")
     if any(config.shares for config in result.best.configs):
-        tell("Devices that are not equally fast share out samples by their speeds; see the file.")
+        tell("Devices of different speeds share the samples in proportion to their speeds; see the file.")
     fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing and row.name != SPLITS]
     gain = ""
     if fitting and not result.baseline:
@@ -215,18 +215,19 @@ def _say(
         tell(aside_words(best.step.estimate, result.set_aside))
     tell(
         f"A step takes {time_words(best.step.estimate)} ({rate_words(setting.graph, best.step)}, "
-        f"MFU {percent(best.step.utilisation)}){gain}; no plan in this space is faster than {seconds(result.bound_s)}."
+        f"MFU {percent(best.step.utilisation)}){gain}. No plan in this space can be faster than "
+        f"{seconds(result.bound_s)}."
     )
     for text in filter(None, (basis_words(best.step.estimate), near_words(best.step.estimate, _beside(rows)))):
         tell(text)
     for row in rows:
         if row.name == SPLITS:
             tell(f"With one stage and one microbatch the best plan takes {seconds(row.step.makespan_s)}.")
-    tell(f"What devices do, on average: {usage_words(best.step)}. Communication counts where nothing hides it.")
+    tell(f"Devices on average: {usage_words(best.step)}. Communication counts only where it is exposed.")
     tell(f"Memory of the fullest device: {memory_words(best.step)}.")
     tell_cost(setting, best.step.makespan_s, cost_per_hour)
     tell(
-        f"{result.considered:,} plans were considered, the {result.plans:,} most promising simulated, in "
+        f"Considered {result.considered:,} plans and simulated the {result.plans:,} most promising in "
         f"{result.elapsed_s:.3g} s; {result.stopped}."
     )
     command = " ".join(filter(None, ("flexsearch simulate", setting.graph.name, size, f"-s {output}")))
@@ -282,7 +283,7 @@ def simulate_staged(
         stdout.print()
         stdout.print(staged_table(setting.graph, [row]))
         tell(f"\n{layout_words(row)}.")
-        tell(f"What devices do, on average: {usage_words(row.step)}. Communication counts where nothing hides it.")
+        tell(f"Devices on average: {usage_words(row.step)}. Communication counts only where it is exposed.")
         tell(f"Memory of the fullest device: {memory_words(row.step)}.")
         tell_cost(setting, row.step.makespan_s, cost_per_hour)
         if tasks is not None:

@@ -41,22 +41,22 @@ class Learning:
             return f"{self.profile} learned nothing: {self.reason}."
         if not lesson.changed:
             return (
-                f"{self.profile} learned nothing: its errors (median {percent(lesson.before)}) have no pattern that "
-                f"would predict {what}s better which were left out."
+                f"{self.profile} learned nothing: no correction of its errors (median {percent(lesson.before)}) "
+                f"improved predictions for {what}s left out of the fit."
             )
         costs, start_s = lesson.learned, topology.communication.overhead_s
         network = costs.network(topology.name)
         words = {
-            "compute": f"computing takes {ratio(costs.compute)} of what it says",
-            "task_s": f"each task takes {seconds(costs.task_s)} more of the host",
-            "time": f"moving bytes takes {ratio(network.time)} of what the topology says",
+            "compute": f"computing takes {ratio(costs.compute)} what the profile says",
+            "task_s": f"each task takes {seconds(costs.task_s)} more host time",
+            "time": f"moving bytes takes {ratio(network.time)} what the topology says",
             "start_s": f"a message starts in {seconds(start_s + network.start_s)}, not {seconds(start_s)}",
         }
         changed = "; ".join(words[name] for name in lesson.changed)
         plans = f"{costs.plans} plan{'s' if costs.plans != 1 else ''}"
         return (
             f"{self.profile} learned from {plans}: {changed}. Median error {percent(lesson.before)} -> "
-            f"{percent(lesson.after)}, of a {what} predicted by the others {percent(lesson.left_out)}."
+            f"{percent(lesson.after)}; {percent(lesson.left_out)} for {what}s left out of the fit."
         )
 
 

@@ -22,9 +22,9 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODULE:CALLABLE",
-        help="Returns (model, inputs, targets, loss), as flexsearch.zoo:alexnet does, or (model, inputs) for a model "
-        "that returns its loss. A path to a .py file may stand for the module. Or hf:TYPE or hf:CONFIG.json, a model "
-        "that transformers ships.",
+        help="A callable that returns (model, inputs, targets, loss), as flexsearch.zoo:alexnet does, or (model, "
+        "inputs) for a model that returns its loss. MODULE may be the path of a .py file. Or hf:TYPE or "
+        "hf:CONFIG.json, a model that transformers ships.",
     ),
 ]
 BatchOption = Annotated[
@@ -40,7 +40,7 @@ FormatOption = Annotated[
     typer.Option(
         "--format",
         metavar="pipedream|dnn-partitioning",
-        help="Read a file of measured layers in the format of these projects; --batch: samples of its minibatch.",
+        help="Read a file of measured layers in the format of one of these projects; --batch is its minibatch size.",
     ),
 ]
 
@@ -63,7 +63,7 @@ def import_(
             min=1,
             max=2**31,
             metavar="N",
-            help="Normalise N equal parts of the batch each on its own: what DDP over N ranks computes.",
+            help="Normalise each of N equal parts of the batch separately, as DDP over N ranks does.",
         ),
     ] = 1,
     batch: BatchOption = None,
@@ -80,10 +80,11 @@ def import_(
 
     With the zoo, --set device=meta imports a model of any size without allocating it.
 
-    hf:gpt2, or hf: and a config.json, is a model of transformers, without its weights, and nothing is downloaded. --set
-    changes fields of its configuration, --set seq=1024 the length of a text, --set head=classification what it learns.
+    hf:gpt2, or hf: and the path of a config.json, is a model of transformers, without its weights. Nothing is
+    downloaded. --set changes a field of its configuration, --set seq=1024 the length of a text, and
+    --set head=classification the task.
 
-    With --format, the argument is a file of measured layers instead. Its graph can be planned and simulated, not run.
+    With --format, the argument is a file of measured layers. Its graph can be planned and simulated, but not run.
     """
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
@@ -150,10 +151,10 @@ def profile(
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
     batch: common.BatchOption = None,
     seq: common.SequenceOption = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads of one rank on a CPU.")] = 1,
+    threads: Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads for each rank on a CPU.")] = 1,
     precision: Annotated[
         Literal["as-is", "bf16", "fp16"],
-        typer.Option("--precision", help="Of the plans that these times are for. as-is: what the graph says."),
+        typer.Option("--precision", help="Precision of the plans to measure for. as-is: what the graph says."),
     ] = "as-is",
     max_parts: Annotated[
         int,
@@ -178,7 +179,7 @@ def profile(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure each distinct (operator, local shape, dtype) of a graph on this machine, forward and backward."""
+    """Measure the operators of a graph on this machine, forward and backward, in the sizes that plans use."""
     check_outputs({"--output": output}, graph)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise typer.BadParameter(f'"{device}" is none of cpu, cuda, cuda:N', param_hint="--device")
@@ -243,7 +244,7 @@ def _say_fit(profile: Profile) -> None:
         stdout.print(fits_grid(profile.figures))
     if profile.residuals:
         columns = Column("operator", "text"), *map(Column, ("n", "median", "90th\npercentile"))
-        grid = Grid(columns, "How far off times are that are filled in from other sizes")
+        grid = Grid(columns, "Error of times that are filled in from other sizes")
         for kind, fit in profile.residuals.items():
             grid.add(kind, str(fit.n), percent(fit.median), percent(fit.p90))
         stdout.print(grid)

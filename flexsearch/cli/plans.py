@@ -41,36 +41,36 @@ if TYPE_CHECKING:
 
 OptimizerOption = Annotated[
     Literal["sgd", "momentum", "adam"],
-    typer.Option("--optimizer", help="The optimizer of the training, which sets the memory per weight."),
+    typer.Option("--optimizer", help="The training optimizer, which sets the memory per weight."),
 ]
 
 
-_HELP = "Of weights, activations and gradients, beside float32 masters; plans only. as-is: what the graph says."
+_HELP = "Type of weights, activations and gradients; master weights stay float32. as-is: what the graph says."
 PrecisionOption = Annotated[Literal["as-is", "bf16", "fp16"], typer.Option("--precision", help=_HELP)]
 RoundedOption = Annotated[
     Literal["as-is", "bf16", "fp16", "tf32"],
     typer.Option(
-        "--precision", help=f"{_HELP} tf32: the same, float32 products in TF32 (times; a flag of PyTorch does it)."
+        "--precision", help=f"{_HELP} tf32: the same, but float32 products are timed as TF32; set PyTorch's flag."
     ),
 ]  # fmt: skip
 
 RecomputeOption = Annotated[
     Literal["none", "attention", "full"],
     typer.Option(
-        "--recompute", help="What is computed again in the backward pass, to save memory; full: repeated blocks."
+        "--recompute", help="Recompute activations in the backward pass to save memory; full: of whole repeated blocks."
     ),
 ]
 ReshardOption = Annotated[
     bool,
     typer.Option(
-        "--reshard-after-forward", help="Sharded weights are gathered again in the backward pass, to save memory."
+        "--reshard-after-forward", help="To save memory, free sharded weights after the forward pass and gather again."
     ),
 ]
 PrefetchOption = Annotated[
     int,
     typer.Option(
         "--prefetch", min=0, max=MAX_COUNT,
-        help="Sharded weights are gathered so many buckets ahead.",
+        help="Gather sharded weights this many buckets ahead.",
     ),
 ]  # fmt: skip
 
@@ -95,7 +95,7 @@ class CompareOptions:
     graph: MaybeGraphArgument = None
     topology: TopologyOption = None
     strategy: Annotated[
-        list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file; as many as you like.")
+        list[Path] | None, typer.Option("--strategy", "-s", metavar="S", help="Strategy file. Repeatable.")
     ] = None
     profile: ProfileOption = None
     batch: BatchOption = None

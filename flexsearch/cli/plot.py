@@ -83,7 +83,7 @@ def plot(
         raise typer.BadParameter("goes with --what memory-over-time", param_hint="--beside")
     if not plan.is_plain and what is not None and what not in _OF_LAYOUTS:
         raise typer.BadParameter(
-            f"{what} is drawn of plans with one stage and one microbatch; `flexsearch compare` tells it of others",
+            f"{what} is drawn of plans with one stage and one microbatch; `flexsearch compare` shows it for others",
             param_hint="--what",
         )
     others = {str(path): load_strategy(path, setting, staged=True) for path in beside or []}
@@ -204,7 +204,7 @@ class _Drawing:
         remarks, pictures = [f"{headline(self.setting)}."], list[tuple[str, bytes]]()
         now_s = self.plan.simulation.makespan_s
         kind = f"It is the baseline {self.baseline}." if self.baseline else "It was found by a search."
-        remarks.append(f"The plan takes {seconds(now_s)} an iteration. {kind}")
+        remarks.append(f"The plan takes {seconds(now_s)} per iteration. {kind}")
         for what in chosen:
             try:
                 pictures.append((_HEADINGS[what], self.file(what, "svg")))

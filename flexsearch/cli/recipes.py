@@ -73,14 +73,14 @@ class Beside:
         gain = f"{ratio(self.exact_s / time_s)} as fast" if time_s < self.exact_s else "which is slower"
         tell(
             f"\nBest exact plan: {seconds(self.exact_s)} a step. Best plan with an allowed recipe: {seconds(time_s)}, "
-            f"{gain}, by"
+            f"{gain}, with"
         )
         for text in recipe_words(self.lossy.lowered):
             tell(f"  {text}", indent=2)
         for warning in self.warnings():
             tell(f"Note: {warning}.")
         tell(
-            "Time per step is not time to a loss. To find the recipe that is first at a loss, on simulated workers:\n"
+            "Time per step is not time to a loss. To find the recipe that reaches a loss first, on simulated workers:\n"
             f"  {self.command}"
         )
         stdout.print(f"Wrote {self.path}.", soft_wrap=True)

@@ -44,12 +44,12 @@ class ScaleOptions:
     graph: GraphArgument
     topology: Annotated[
         str,
-        typer.Option("--topology", "-t", metavar="T", help="A preset, or a topology file: the hosts to take more of."),
+        typer.Option("--topology", "-t", metavar="T", help="A preset, or a topology file, whose hosts are multiplied."),
     ]
     up_to: Annotated[
         int, typer.Option("--up-to", min=1, max=4096, metavar="N", help="The most devices to plan for.")
     ] = 64
-    strong: Annotated[bool, typer.Option("--strong", help="Only strong scaling: all steps have one batch.")] = False
+    strong: Annotated[bool, typer.Option("--strong", help="Only strong scaling: the batch stays the same.")] = False
     weak: Annotated[bool, typer.Option("--weak", help="Only weak scaling: the batch grows with the devices.")] = False
     budget: Annotated[
         str,

@@ -42,8 +42,8 @@ MarginOption = Annotated[
     float | None,
     typer.Option(
         "--margin", min=0.0, max=100.0, metavar="PERCENT",
-        help="Keep the best baseline unless a plan beats it by so much. Default: by so much that their predictions "
-        "can be told apart.", **FINITE,
+        help="Keep the best baseline unless a plan is faster by this much. Default: by enough for predictions to "
+        "tell the two apart.", **FINITE,
     ),
 ]  # fmt: skip
 ProcessesOption = Annotated[
@@ -53,7 +53,7 @@ ProcessesOption = Annotated[
 ExhaustiveOption = Annotated[
     str | None,
     typer.Option(
-        "--exhaustive", metavar="60s|N", help="Then try to prove the optimum, for a time or a number of partial plans."
+        "--exhaustive", metavar="60s|N", help="Then try to prove the optimum, for this time or number of partial plans."
     ),
 ]
 SpaceOption = Annotated[
@@ -62,7 +62,7 @@ SpaceOption = Annotated[
         "--space",
         help="free: all plans. splits: one stage, any split of any operator. layouts: data x tensor x pipeline, with "
         "stages, microbatches and recomputation. native: only what `flexsearch export` can write as ordinary PyTorch, "
-        "in one stage. native-layouts: the same of layouts.",
+        "in one stage. native-layouts: the same for layouts.",
     ),
 ]
 PlanOnlyOption = Annotated[bool, typer.Option("--plan-only", hidden=True, help="The same as --space layouts.")]
@@ -70,7 +70,7 @@ WeightGradientsOption = Annotated[
     bool,
     typer.Option(
         "--weight-gradients",
-        help="Spend half of the search over splits on plans in which gradients of weights have splits of their own.",
+        help="Spend half of the budget on plans that split a weight's gradient differently from its layer.",
     ),
 ]
 AllowOption = Annotated[
@@ -78,8 +78,8 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         metavar="RECIPES",
-        help="Recipes of synchronisation that change the mathematics and may be chosen: local-sgd,gossip,top-k, whole "
-        "recipes, or all.",
+        help="Also try synchronisation recipes that change the mathematics: local-sgd,gossip,top-k, whole recipes "
+        "with options, or all.",
     ),
 ]
 PlotOption = Annotated[

@@ -24,8 +24,8 @@ def native_words(native_s: float, free_s: float | None) -> str:
     text = f"Native {seconds(native_s)}, free {seconds(free_s)}: "
     more = native_s / free_s - 1.0 if free_s else 0.0
     if more <= 0:
-        return f"{text}what PyTorch's own modules express costs nothing here."
-    return f"{text}keeping to what PyTorch's own modules express costs {percent(more)}."
+        return f"{text}restricting plans to PyTorch's own modules costs nothing here."
+    return f"{text}restricting plans to PyTorch's own modules costs {percent(more)}."
 
 
 def tell_export(output: Path, size: str) -> None:

@@ -29,9 +29,9 @@ VerifyOption = Annotated[
     int | None,
     typer.Option(
         "--verify", min=1, max=100, metavar="K",
-        help="Then run the K best plans and the baselines for a few steps, and take the fastest as measured. Under "
-        "torchrun on the cluster itself; else with local processes. The file of --profile, which need not exist, "
-        "learns from the times.",
+        help="After the search, run the K best plans and the baselines for a few steps, and take the fastest. Runs "
+        "local processes, or under torchrun the cluster itself. A --profile file, which may be new, learns "
+        "from the times.",
     ),
 ]  # fmt: skip
 VerifyModelOption = Annotated[
@@ -42,7 +42,7 @@ VerifyModelOption = Annotated[
     ),
 ]  # fmt: skip
 VerifyStepsOption = Annotated[
-    int, typer.Option("--verify-steps", min=1, max=10**5, metavar="N", help="Steps of each plan that --verify times.")
+    int, typer.Option("--verify-steps", min=1, max=10**5, metavar="N", help="Steps that --verify times for each plan.")
 ]
 
 START_S = 300.0
@@ -200,8 +200,8 @@ def print_verified(verified: Verified, strategy: Strategy) -> None:
     stdout.print(grid)
     if not is_rank() and len(strategy.cluster.hosts) > 1:
         stdout.print(
-            f"The processes ran on this machine, without the network of {strategy.cluster.name}: start the "
-            "command with torchrun there to measure that, too.", soft_wrap=True,
+            f"The processes ran on this machine, without the network of {strategy.cluster.name}. To measure that "
+            "too, start the command there with torchrun.", soft_wrap=True,
         )  # fmt: skip
     if verified.learned is not None:
         stdout.print(verified.learned.words(strategy.cluster), soft_wrap=True)

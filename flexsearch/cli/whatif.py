@@ -49,26 +49,26 @@ class WhatIfOptions:
         typer.Option(
             "--network",
             metavar="2x|LINKS=2x",
-            help='Bandwidth of all links, or of those named so, as in "fabric=2x". Repeatable.',
+            help='Change the bandwidth of all links, or of links by name, as in "fabric=2x". Repeatable.',
         ),
     ] = None
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="2x|80GB", help="Memory of each device: GB or GiB.")
+        str | None, typer.Option("--memory", metavar="2x|80GB", help="Change the memory of each device, in GB or GiB.")
     ] = None
     device: Annotated[
         str | None,
         typer.Option(
             "--device",
             metavar="D|1.5x",
-            help="Other devices: a model (H100-SXM5-80GB), a preset whose devices to take, or so much faster ones.",
+            help="Change the devices: a model (H100-SXM5-80GB), a preset to take them from, or a speed factor.",
         ),
     ] = None
     code: CodeOption = None
-    hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="So many hosts.")] = None
+    hosts: Annotated[int | None, typer.Option("--hosts", min=1, max=4096, metavar="N", help="Number of hosts.")] = None
     topology: Annotated[
         str | None, typer.Option("--topology", "-t", metavar="T", help="Another cluster: a topology file, or a preset.")
     ] = None
-    budget: Annotated[str, typer.Option("--budget", "-b", metavar="30s|500", help="How long to search anew.")] = "30s"
+    budget: Annotated[str, typer.Option("--budget", "-b", metavar="30s|500", help="Budget of the new search.")] = "30s"
     graph: GraphOption = None
     profile: ProfileOption = None
     batch: BatchOption = None
@@ -135,7 +135,7 @@ def _search(
             signals.current.graceful = now.plans > 0
             signals.current.poll()
             done = now.elapsed_s if each[0] is not None else now.plans
-            live.show(f"searching anew: {now.phase}", done, state=now.words)
+            live.show(f"new search: {now.phase}", done, state=now.words)
 
         outcome = on_changed(setting, plan, changed, words, budget, space=space, on_progress=report)
     signals.current.hold()
@@ -209,7 +209,10 @@ def _with_memory(cluster: Topology, given: str) -> tuple[Topology, str]:
         return with_memory(cluster, factor=factor), f"{factor:g}x the memory"
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", given)
     if match is None or match[2] not in _UNITS:
-        raise typer.BadParameter(f'"{given}" is no memory; give a factor, as 2x, or as 80GB', param_hint="--memory")
+        raise typer.BadParameter(
+            f'"{given}" is not a size of memory; give a factor such as 2x, or a size such as 80GB',
+            param_hint="--memory",
+        )
     if (nbytes := int(float(match[1]) * _UNITS[match[2]])) < 1:
         raise typer.BadParameter(f'"{given}" leaves nothing; give a size above 0, as 80GB', param_hint="--memory")
     return with_memory(cluster, nbytes=nbytes), f"{given} of memory on each device"
@@ -222,7 +225,7 @@ def _with_links(cluster: Topology, given: str) -> tuple[Topology, str]:
 
     name, _, number = given.rpartition("=")
     if (factor := _factor(number, "--network")) is None:
-        raise typer.BadParameter(f'"{given}" is no change of links; give a factor as 2x', param_hint="--network")
+        raise typer.BadParameter(f'"{given}" is not a factor; give one such as 2x, or LINKS=2x', param_hint="--network")
     classes = link_classes(cluster)
     if not name:
         if not classes:

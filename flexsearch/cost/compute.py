@@ -234,7 +234,7 @@ def _check_kernels(devices: Iterable[Device]) -> None:
             if kind not in KINDS:
                 raise TopologyError(
                     f'devices.launches.kernels: "{printable(kind)}" is no kind of operator',
-                    f"Kinds are {', '.join(sorted(KINDS)[:8])}, ...; flexsearch show GRAPH lists those of a graph.",
+                    f"Kinds are {', '.join(sorted(KINDS)[:8])}, ...; a graph file names the kind of each operator.",
                 )
 
 

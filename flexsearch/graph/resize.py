@@ -23,7 +23,7 @@ def resized(graph: OperatorGraph, batch: int | str | None = None, sequence: int 
     """
     if sequence is not None:
         if not 1 <= sequence < MAX_SIZE:
-            raise UsageError(f"a sequence of {sequence} tokens is none", "Give at least 1.")
+            raise UsageError(f"a sequence cannot have {sequence} tokens", "Give at least 1.")
         graph = with_sequence(graph, sequence)
     if batch is not None:
         samples = parse_batch(batch, graph)

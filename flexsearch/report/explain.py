@@ -149,7 +149,7 @@ def _device_names(explained: Explanation, members: Sequence[int]) -> str:
     first = devices[members[0]].name
     if len(members) == len(devices) > 1:
         return f"each of {len(devices)}"
-    return first if len(members) == 1 else f"{first} and {len(members) - 1} alike"
+    return first if len(members) == 1 else f"{first} and {len(members) - 1} like it"
 
 
 def _path(explained: Explanation) -> Iterator[Told]:

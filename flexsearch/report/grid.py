@@ -24,7 +24,7 @@ SHORTEST: Final = 6
 """A word that must be broken leaves no piece with fewer letters."""
 _BREAK = re.compile(r"(?<=[./_:>\-])(?=[^./_:>\-])")  # within a word: where a dotted name or a path may be broken
 
-_SPACE = re.compile(r"(?<!\d) (?!\(\d)|(?<=\d) (?!(?:%|[kMGT]?B|MiB|[mnµ]?s|alike)(?:\W|$))")
+_SPACE = re.compile(r"(?<!\d) (?!\(\d)|(?<=\d) (?!(?:%|[kMGT]?B|MiB|[mnµ]?s|alike|like)(?:\W|$))")
 """Where a line may end: not between a number and its unit, nor before a number in brackets."""
 
 

@@ -20,7 +20,7 @@ def basis_words(estimate: Estimate) -> str:
     if source is None:
         return ""
     return (
-        f"The measured time is in the interval in 8 of 10 cases; most of it is due to {source.name} "
+        f"In 8 of 10 cases the measured time lies in this interval. Most of the uncertainty comes from {source.name} "
         f"({source.kind}, {percent(estimate.shares[source] / estimate.seconds)} of the time)."
     )
 
@@ -35,18 +35,18 @@ def near_words(estimate: Estimate, others: Mapping[str, Estimate]) -> str:
     """Which plans predictions cannot tell apart from this one; empty if there is none."""
     names = near(estimate, others)
     told = ", ".join(f"{name} ({seconds(others[name].seconds)})" for name in names)
-    return f"Too near to be told apart from it: {told}." if names else ""
+    return f"Predictions cannot tell it apart from {told}." if names else ""
 
 
 def aside_words(answer: Estimate, aside: Estimate) -> str:
     """Why a faster plan is not the answer."""
     gain = 1.0 - aside.seconds / answer.seconds
-    more = percent(gain) if gain >= 0.005 else "hardly"
-    text = f"A plan that takes {seconds(aside.seconds)} was set aside: {more} faster"
+    less = percent(gain) if gain >= 0.005 else "hardly"
+    text = f"A plan predicted to take {seconds(aside.seconds)} ({less} less) was not chosen"
     if answer.is_near(aside):
         least = percent(answer.apart(aside) / answer.seconds)
-        return f"{text}, where predictions tell these two apart from {least} on (--margin)."
-    return f"{text} is less than the margin."
+        return f"{text}: predictions tell these two apart only if they differ by {least} or more (--margin)."
+    return f"{text}: it gains less than --margin."
 
 
 def estimate_data(estimate: Estimate) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def changed_table(changed: Changed) -> Grid:
 
 
 def _named(changed: Changed) -> list[tuple[str, PlanOnCluster]]:
-    return [("today", changed.today), ("this plan", changed.same), ("searched anew", changed.anew)]
+    return [("today", changed.today), ("this plan", changed.same), ("new search", changed.anew)]
 
 
 def in_a_sentence(changed: Changed) -> str:

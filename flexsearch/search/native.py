@@ -68,7 +68,7 @@ class _NativeSearch:
         self.refused: StrategyError | None = None
 
     def run(self) -> NativeResult:
-        stopped = "no change of the form of one sort of modules makes the plan faster"
+        stopped = "splitting one kind of module differently makes no plan faster"
         try:
             starts: list[tuple[tuple[bool, float], int, int, int, dict[int, str]]] = []
             for data, tensor in self._meshes():
