@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from functools import cache
-from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import memory_peaks
 from flexsearch.cost import Costs
-from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.instructions import AwaitSends, Post, Program, Start, Wait
 from flexsearch.runtime.program import compile_program
 from flexsearch.runtime.wire import Wire
 from flexsearch.simulate.account import BLOCK_CELLS
-from flexsearch.simulate.memory import _account, _changes, _held, memory, use_of
-from flexsearch.simulate.spans import BUFFERS, moment_of
-from tests.staged_plans import staged_plan
+from flexsearch.simulate.memory import memory, use_of
 
 
 @cache
@@ -35,27 +30,6 @@ def _programs(name: str, number: int, seed: int) -> list[Program]:
     plan = memory_peaks.plan_of(name, graph, number, seed)
     lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
     return [compile_program(lowered, device) for device in range(len(plan.cluster.devices))]
-
-
-def test_what_arrives_counts_from_where_the_account_of_memory_has_it() -> None:
-    """Also of blocks that the device does not run: then from the next one that it runs for every microbatch."""
-    graph = OperatorGraph.load("alexnet")
-    plan = staged_plan(graph, Random(5), divided=0.3)
-    lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
-    account, _, _ = _account(lowered)
-    use, changes = use_of(lowered, 0), dict[int, Any]()
-    for row, what in zip(lowered.tasks.identity, lowered.tasks.communication, strict=True):
-        if what is not None and 0 in what.devices and what.purpose == "forward":
-            if row.block not in changes:
-                sent = np.array([moment_of(row.block) + 1], np.uint32)
-                byte = account.spans._replace(
-                    device=np.zeros(1, np.uint32), first=sent, last=sent, nbytes=np.ones(1, np.int64),
-                    part=np.full(1, BUFFERS, np.uint8), size=np.ones(1, np.uint64),
-                )  # fmt: skip
-                with _held(account._replace(spans=byte)):
-                    changes[row.block] = _changes(account, 0)
-            assert changes[row.block][use.brought(row)] == 1
-    assert any(block not in {b for _, b in use.place} for block in changes)
 
 
 def test_a_rank_waits_for_what_it_has_sent_where_it_would_hold_more_than_its_peak() -> None:

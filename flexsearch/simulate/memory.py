@@ -119,21 +119,20 @@ class Curve:
 
 class Use(NamedTuple):
     """What a device holds as a step goes on, bytes, without the state of the optimizer. ``after``: each of its cells
-    (``account``); ``place``: by microbatch and block, the number of the first of the block's cells; ``peak``;
-    ``next_block``: as of ``Account``, of the device."""
+    (``account``); ``place``: by microbatch and block, the number of the first of the block's cells; ``peak``."""
 
     after: npt.NDArray[np.int64]
     place: Mapping[tuple[int, int], int]
     peak: int
-    next_block: npt.NDArray[np.uint32]
 
     def brought(self, row: Row) -> int:
-        """The number of the first cell that has what a communication brings, as the account counts it: that with which
-        its block begins to communicate, or where the device does not run that, the first one of the next block."""
-        block = int(self.next_block[row.block])
-        if block < row.block or (row.microbatch, block) not in self.place:
-            return len(self.after)
-        return self.place[row.microbatch, block] + (BLOCK_CELLS - 2 if block == row.block else 0)
+        """The number of the first cell that has what a communication brings: that with which its block begins to
+        communicate, or where the device does not run that, the first one of the next block that it runs."""
+        own = self.place.get((row.microbatch, row.block))
+        if own is not None:
+            return own + BLOCK_CELLS - 2
+        later = (place for (m, block), place in self.place.items() if m == row.microbatch and block > row.block)
+        return min(later, default=len(self.after))
 
 
 def use_of(lowered: Lowered, device: int) -> Use:
@@ -149,7 +148,7 @@ def use_of(lowered: Lowered, device: int) -> Use:
     for a in range(schedule.action_first[group], schedule.action_last[group]):
         for block in range(schedule.block_first[a], schedule.block_last[a]):
             place[int(schedule.microbatch[a]), block] = 1 + BLOCK_CELLS * len(place)
-    return Use(after, place, int(after.max()), account.next_block[group])
+    return Use(after, place, int(after.max()))
 
 
 def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
