@@ -126,19 +126,20 @@ class Switching(TorchFunctionMode):
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
-        self._whole, self._off = whole, WeakIdKeyDictionary()
+        self._whole = whole
+        self._off: dict[int, nn.Parameter] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _SWITCHES and isinstance(args[0], nn.Parameter):
             return self._switch(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
-        if len(self._off):
+        if self._off:
             args, kwargs = pytree.tree_map_only(Tensor, self._read, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _read(self, x: Tensor) -> Tensor:
-        return torch.detach(x) if x in self._off else x
+        return torch.detach(x) if id(x) in self._off else x
 
     def _switch(self, parameter: nn.Parameter, on: bool) -> nn.Parameter:
         if not self._whole:
@@ -150,15 +151,15 @@ class Switching(TorchFunctionMode):
                 "Set requires_grad=True before.",
             )
         if on:
-            self._off.pop(parameter, None)
+            self._off.pop(id(parameter), None)
         elif parameter.requires_grad:
-            self._off[parameter] = True
+            self._off[id(parameter)] = parameter
         return parameter
 
     def settle(self) -> None:
         """At the end of a trace. Raises ImportModelError if a parameter would no longer be trained."""
-        if len(self._off):
-            shape = tuple(next(iter(self._off.keys())).shape)
+        if self._off:
+            shape = tuple(next(iter(self._off.values())).shape)
             raise ImportModelError(
                 f"the model switches off the gradient of a parameter of shape {shape} in its call and leaves it off",
                 "Set requires_grad=False before, or switch it on again at the end of the call.",

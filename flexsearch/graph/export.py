@@ -34,8 +34,11 @@ from flexsearch.graph.stand_ins import StandIns, on_one_device
 Loss = Callable[..., torch.Tensor]
 
 
+_TENSOR = object()
+
+
 class Outputs:
-    """What a model returned while it was traced. ``leaves``: of the structure, with None where a tensor is; ``spec``:
+    """What a model returned while it was traced. ``leaves``: of the structure, with a mark where a tensor is; ``spec``:
     how they are nested."""
 
     leaves: list[Any]
@@ -47,7 +50,7 @@ class Outputs:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ImportModelError("the model returns no tensor", "Let its forward return what it predicts.")
-        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
         total = reals[0].detach().float().sum()
         for x in reals[1:]:
@@ -57,7 +60,9 @@ class Outputs:
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """These tensors in the structure of the model's output. ``leaves`` says where."""
         rest = iter(tensors)
-        return closed(pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in self.leaves], self.spec))
+        return closed(
+            pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+        )
 
 
 class Step(nn.Module):
