@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.graph import Flow, Operator, OperatorGraph, Tensor
+from flexsearch.graph import Box, Flow, Operator, OperatorGraph, Tensor
 from flexsearch.lower.backward_order import buckets_of
 from flexsearch.lower.folding import Fold
-from flexsearch.lower.layout import Box, Entry, Layout, Layouts, Placement, bounding
+from flexsearch.lower.layout import Entry, Layout, Layouts, Placement, bounding
 from flexsearch.lower.reading import readers, samples_of
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.split import Blocks, Shared, Split, Splitter
