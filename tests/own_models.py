@@ -193,6 +193,29 @@ class Queries(nn.Module):
         return self.head((queries + read).mean(1))
 
 
+class Adversarial(nn.Module):
+    """Both losses of a GAN in one step. The generator's reads the discriminator with its weights switched off; buffers
+    that are assigned, and read in two forms, hold the mean of what is real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5))
+        self.judge = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1))
+        self.register_buffer("center", torch.zeros(1, 5))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, noise: Tensor, real: Tensor) -> Tensor:
+        fake, real = self.made(noise), real - self.center
+        judged = F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(fake.detach())).mean()
+        self.judge.requires_grad_(False)
+        fooled = F.softplus(-self.judge(fake)).mean()
+        for parameter in self.judge.parameters():
+            parameter.requires_grad = True
+        self.center = 0.9 * self.center + 0.1 * real.mean(0, keepdim=True)
+        self.calls = self.calls + 1
+        return judged + fooled
+
+
 def _translator(drop: float) -> Training:
     batch = {"source": torch.randint(13, (BATCH, 6)), "target": torch.randint(13, (BATCH, 5))}
     batch["unread"] = torch.ones_like(batch["source"])
@@ -239,6 +262,9 @@ MODELS: dict[str, Callable[[float], Training]] = {
     ),
     "queries": lambda drop: Training(
         Queries(), {"x": torch.randn(BATCH, 5, 8)}, F.cross_entropy, torch.randint(3, (BATCH,))
+    ),
+    "adversarial": lambda drop: Training(
+        Adversarial(), {"noise": torch.randn(BATCH, 4), "real": torch.randn(BATCH, 5)}
     ),
     "mixture of experts": lambda drop: Training(MixtureOfExperts(), {"x": torch.randn(BATCH, 7, 6)}),
 }

@@ -14,7 +14,7 @@ from tests.training import imported, product_flops, prove, prove_draws, torch_fl
 pytestmark = pytest.mark.filterwarnings("ignore:use_cache")
 
 
-SAMPLE = ("unet", "dlrm", "translator", "lstm", "queries", "mixture of experts")
+SAMPLE = ("unet", "dlrm", "translator", "lstm", "queries", "adversarial", "mixture of experts")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

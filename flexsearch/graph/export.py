@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import repeats
+from flexsearch.graph.assigned import Assigned, Following, Switching
 from flexsearch.graph.blocks import NO_BLOCKS, Blocks, EntangledError, check_aliases, find_blocks
 from flexsearch.graph.checks import Checks, is_about_values, without_checks_of_matrices
 from flexsearch.graph.decompose import decompositions
@@ -24,6 +25,7 @@ from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_o
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.private import export_prints_nothing, tables_quickly
+from flexsearch.graph.records import closed, opened
 from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks, weights_stay
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
@@ -32,8 +34,11 @@ from flexsearch.graph.stand_ins import StandIns, on_one_device
 Loss = Callable[..., torch.Tensor]
 
 
+_TENSOR = object()
+
+
 class Outputs:
-    """What a model returned while it was traced. ``leaves``: of the structure, with None where a tensor is; ``spec``:
+    """What a model returned while it was traced. ``leaves``: of the structure, with a mark where a tensor is; ``spec``:
     how they are nested."""
 
     leaves: list[Any]
@@ -41,11 +46,11 @@ class Outputs:
 
     def trace(self, output: Any) -> list[torch.Tensor]:
         """A scalar that depends on every tensor of the output, and these tensors in order."""
-        self.leaves, self.spec = pytree.tree_flatten(output)
+        self.leaves, self.spec = pytree.tree_flatten(opened(output))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ImportModelError("the model returns no tensor", "Let its forward return what it predicts.")
-        self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        self.leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         reals = [torch.view_as_real(x) if x.is_complex() else x for x in tensors]
         total = reals[0].detach().float().sum()
         for x in reals[1:]:
@@ -55,7 +60,9 @@ class Outputs:
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """These tensors in the structure of the model's output. ``leaves`` says where."""
         rest = iter(tensors)
-        return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in self.leaves], self.spec)
+        return closed(
+            pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+        )
 
 
 class Step(nn.Module):
@@ -70,20 +77,30 @@ class Step(nn.Module):
         self.loss = loss
         self.outputs = outputs
         self.numbers = numbers
+        self.assigned = Assigned(model)
         self.tracer: Tracer | None = None
         self.checks = Checks()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        with Detaching(), Refusing(), weights_stay(), self.checks if self.checks.needed else nullcontext():
+        following, switching = Following((args, kwargs, targets)), Switching(self.tracer is None)
+        checks = self.checks if self.checks.needed else nullcontext()
+        self.assigned.start()
+        with Detaching(), Refusing(), following, switching, weights_stay(), checks:
             if self.tracer is not None:
                 self.tracer.start()
-            output = self.model(*args, **kwargs)
-            self.numbers.note()
-            if self.outputs is not None:
-                return self.outputs.trace(output)
-            if self.loss is None:
-                return own_loss(output)
-            return own_loss(self.loss(output) if targets is None else self.loss(output, targets))
+            result = self._result(args, kwargs, targets)
+            switching.settle()
+            self.assigned.settle(following)
+            self.numbers.note(self.assigned.states)
+            return result
+
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        if self.outputs is not None:
+            return self.outputs.trace(output)
+        if self.loss is None:
+            return own_loss(output)
+        return own_loss(self.loss(output) if targets is None else self.loss(output, targets))
 
 
 _TRIES = 4
@@ -176,6 +193,11 @@ def _with_blocks(step: Step, inputs: tuple[Any, ...]) -> tuple[torch.export.Expo
     return None
 
 
+_NESTED_GRADIENTS = "fake tensor in the exported program constant", "no attribute 'constant'", "of TensorWrapper"
+"""In errors of torch about what it cannot follow: ``torch.autograd.grad`` and ``.data``; the last two of
+``torch.func.grad``."""
+
+
 def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
     """What to tell about an error while tracing: the layer and line, and what can be done there or from outside."""
     frame = _user_frame(error)
@@ -198,10 +220,10 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
             f"the model packs sequences{where}, whose shape then depends on their lengths",
             "Give the recurrent layer the padded tensor, and leave padding out of the loss (ignore_index, or a mask).",
         )
-    if "fake tensor in the exported program constant" in str(error):
+    if any(words in str(error) for words in _NESTED_GRADIENTS):
         return ImportModelError(
-            "the step uses values in a way that no trace follows: a gradient inside of it (torch.autograd.grad), or "
-            "the .data of a tensor",
+            "the step uses values in a way that no trace follows: a gradient inside of it (torch.autograd.grad, "
+            "torch.func.grad), or the .data of a tensor",
             "Leave that out of the model and the loss; detach() takes the place of .data, and weights are changed "
             "after the optimizer's step.",
         )

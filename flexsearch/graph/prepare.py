@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,7 +131,12 @@ def _sentence(text: str) -> str:
 
 def own_loss(output: Any) -> Any:
     """The loss in what a model returns that computes it itself: the item of that name of a mapping (``ModelOutput`` of
-    Hugging Face), else the output as it is. Raises ImportModelError if the mapping has none."""
+    Hugging Face), of a dataclass or of a named tuple, else the output as it is. Raises ImportModelError if these have
+    none."""
+    if is_dataclass(output) and not isinstance(output, Mapping):
+        output = {field.name: getattr(output, field.name) for field in fields(output)}
+    elif isinstance(output, tuple) and hasattr(output, "_asdict"):
+        output = output._asdict()
     if not isinstance(output, Mapping):
         return output
     loss = output.get("loss")

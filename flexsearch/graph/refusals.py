@@ -82,14 +82,23 @@ def _is_of_nobody(x: Any) -> bool:
     return isinstance(x, nn.Parameter) and x.requires_grad and not hasattr(x, "fake_mode")
 
 
+_MISSING = object()
+
+
+def _any_values(x: Tensor) -> Tensor:
+    """Values that no model has, in the form of ``x``."""
+    made = torch.rand(tuple(x.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (made * 2).to("cpu" if x.is_meta else x.device, x.dtype)
+
+
 class Numbers:
     """Attributes of a model's modules that are numbers of Python, as they were; and ``changed``, those that are others
-    at the end of a trace (``torch.export`` puts them back)."""
+    at the end of a trace (``torch.export`` puts them back), and those that hold other tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._before = self._now()
-        self.changed: dict[tuple[nn.Module, str], int | float] = {}
+        self.changed: dict[tuple[nn.Module, str], Any] = {}
 
     def _now(self) -> dict[tuple[nn.Module, str], int | float]:
         return {
@@ -99,29 +108,40 @@ class Numbers:
             if type(value) in (int, float, bool) and name != "training"
         }
 
-    def note(self) -> None:
-        """At the end of a trace."""
+    def note(self, states: Mapping[tuple[nn.Module, str], Any]) -> None:
+        """At the end of a trace. ``states``: attributes that then are other tensors (``Assigned.states``)."""
         now = self._now()
         self.changed = {key: now[key] for key, value in self._before.items() if key in now and now[key] != value}
+        self.changed.update(states)
 
     @contextmanager
     def later(self) -> Iterator[None]:
         """For a while, the numbers are those after a call."""
-        before = {key: self._before[key] for key in self.changed}
-        self._put(self.changed)
+        before = {(module, name): vars(module).get(name, _MISSING) for module, name in self.changed}
+        self._put({key: pytree.tree_map_only(Tensor, _any_values, value) for key, value in self.changed.items()})
         try:
             yield
         finally:
             self._put(before)
 
-    def _put(self, values: Mapping[tuple[nn.Module, str], int | float]) -> None:
+    def _put(self, values: Mapping[tuple[nn.Module, str], Any]) -> None:
         for (module, name), value in values.items():
-            vars(module)[name] = value
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
 
     def error(self) -> ImportModelError:
         """What to tell if the model computes something else with the numbers that are changed."""
         module, name = next(iter(self.changed))
         path = ".".join(filter(None, (self._names[module], name)))
+        if not isinstance(self.changed[module, name], int | float):
+            return ImportModelError(
+                f"the model computes with {path!r}, which each call makes anew for the next one: a graph would begin "
+                "with the same values for ever",
+                f"Make it a buffer, as in self.register_buffer({name!r}, torch.zeros(...)) for one tensor, and assign "
+                "that.",
+            )
         before = self._before[module, name]
         return ImportModelError(
             f"the model computes with {path!r}, a number that each call changes (before the first it is {before}): a "

@@ -310,9 +310,15 @@ class Walk:
             self.returned = [self._operand(node) for node in losses[1:]]
         elif len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):
             what = f"{len(losses)} values" if len(losses) != 1 else f"a {type(losses[0]).__name__}"
+            scalars = [
+                k for k, node in enumerate(losses)
+                if isinstance(node, torch.fx.Node) and isinstance(x := node.meta["val"], torch.Tensor)
+                if not x.dim() and x.is_floating_point()
+            ]  # fmt: skip
+            choice = f"loss=lambda output: output[{scalars[0]}]" if len(scalars) == 1 else "loss=..."
             raise ImportModelError(
                 f"the training step must return one tensor, the loss, but returns {what}. "
-                "Give loss=..., or wrap the model in a module whose forward returns the loss alone."
+                f"Give {choice}, or wrap the model in a module whose forward returns the loss alone."
             )
         value = losses[0].meta["val"]
         if value.dim() or not value.is_floating_point():

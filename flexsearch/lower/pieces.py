@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.graph import Flow, Operator, OperatorGraph, Tensor
+from flexsearch.graph import Box, Flow, Operator, OperatorGraph, Tensor
 from flexsearch.lower.backward_order import buckets_of
 from flexsearch.lower.folding import Fold
-from flexsearch.lower.layout import Entry, Layout, Layouts, Placement
+from flexsearch.lower.layout import Entry, Layout, Layouts, Placement, bounding
 from flexsearch.lower.reading import readers, samples_of
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.split import Blocks, Shared, Split, Splitter
@@ -212,5 +212,9 @@ def everywhere(topology: Topology) -> Layout:
 
 
 def kept(reads: Iterable[Layout]) -> Layout:
-    """Layout of a buffer's new value: every region that a reader of the buffer wants, once on each device."""
-    return tuple({(entry.device, entry.box): entry for read in reads for entry in read}.values())
+    """Layout of a buffer's new value: on each device the region that holds all that its readers want there."""
+    boxes: dict[int, dict[Box, None]] = {}
+    for read in reads:
+        for entry in read:
+            boxes.setdefault(entry.device, {})[entry.box] = None
+    return tuple(Entry(device, bounding(list(wanted)), 0) for device, wanted in boxes.items())

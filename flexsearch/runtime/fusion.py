@@ -38,8 +38,9 @@ class Fusion:
         self.regions = regions_of(graph, options.recompute, self.stage_of, options.recompute_blocks)
         self.parts: dict[int, tuple[Box, Box]] = {}
         """Edges that are parts of what is made here, without communication: (region held, region read). A segment
-        takes them itself, so that autograd puts their gradients together."""
-        parts = {e: part for e in range(len(lowered.edges)) if (part := self._part(e)) is not None}
+        takes them itself, so that autograd puts their gradients together; results, such as a buffer's new value, have
+        no segment that would."""
+        parts = {e: part for e, x in enumerate(lowered.edges) if x.readers and (part := self._part(e)) is not None}
         summed = {lowered.edges[e].tensor for e in range(len(lowered.edges)) if e not in parts and self._crosses(e)}
         self.parts.update((e, part) for e, part in parts.items() if lowered.edges[e].tensor not in summed)
         self.used = set(self._used_gradients())

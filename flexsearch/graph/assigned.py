@@ -1,0 +1,166 @@
+"""What a call of a model does to its modules' tensors, which ``torch.export`` loses without a word: buffers that are
+assigned, states that are attributes, and parameters whose gradients are switched off for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flexsearch.errors import ImportModelError
+
+_OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
+"""Methods that read no values of their other operand."""
+_NEW = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
+"""Functions that read no values of their operand."""
+_SWITCHES: tuple[Any, ...] = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+
+
+class Following(TorchFunctionMode):
+    """While tracing, knows which tensors depend on the batch or on trained weights."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._known = WeakIdKeyDictionary()
+        self._follow(batch)
+
+    def _follow(self, tree: Any) -> None:
+        for x in pytree.tree_leaves(tree):
+            if isinstance(x, Tensor):
+                self._known[x] = True
+
+    def depends(self, tree: Any) -> bool:
+        """Whether a tensor of a nest does."""
+        return any(isinstance(x, Tensor) and (x.requires_grad or x in self._known) for x in pytree.tree_leaves(tree))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in _NEW and self.depends(args[:1] if name in _OF_FORM else (args, kwargs)):
+            self._follow(args[0] if name == "__setitem__" else result)
+        return result
+
+
+class Assigned:
+    """Of the modules of a model, from ``start`` to ``settle`` of a trace. ``states``: attributes that then are other
+    tensors than before and depend on the batch or on weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self.states: dict[tuple[nn.Module, str], Any] = {}
+
+    def start(self) -> None:
+        """At the beginning of a trace."""
+        modules = self._modules.values()
+        self._buffers = {module: dict(module._buffers) for module in modules}
+        self._attributes = {module: _tensors_of(module) for module in modules}
+
+    def settle(self, following: Following) -> None:
+        """At its end: what was assigned to a buffer is copied into it, and buffers that the call has made go. Raises
+        ImportModelError where a buffer gets another form."""
+        self.states = {}
+        for path, module in self._modules.items():
+            before = self._buffers[module]
+            for name, value in list(module._buffers.items()):
+                if (buffer := before.get(name)) is None:
+                    _take_out(module, name, name in before)
+                    self.states.update({(module, name): value} if following.depends(value) else {})
+                    continue
+                if value is not None and value is not buffer:
+                    _copy(value, buffer, f"{path}.{name}".lstrip("."))
+                module._buffers[name] = buffer
+        self.states.update(
+            ((module, name), value)
+            for module, before in self._attributes.items()
+            for name, value in _tensors_of(module).items()
+            if not _same(value, before.get(name)) and following.depends(value)
+        )
+
+
+def _take_out(module: nn.Module, name: str, empty: bool) -> None:
+    """Have no buffer of this name; ``empty``: as None was registered."""
+    if empty:
+        module._buffers[name] = None
+    else:
+        del module._buffers[name]
+        module._non_persistent_buffers_set.discard(name)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Any]:
+    """Its attributes that are tensors or nests of tensors, apart from parameters, buffers and modules."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name[0] != "_" and isinstance(value, Tensor | tuple | list | dict)
+        if any(isinstance(x, Tensor) for x in pytree.tree_leaves(value))
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    leaves, others = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(leaves) == len(others) and all(x is y for x, y in zip(leaves, others, strict=True))
+
+
+def _copy(value: Tensor, buffer: Tensor, path: str) -> None:
+    if (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+        raise ImportModelError(
+            f"the model assigns a tensor of {value.dtype} and shape {tuple(value.shape)} to its buffer {path!r}, which "
+            f"is of {buffer.dtype} and shape {tuple(buffer.shape)}",
+            "Register the buffer with the form that it has in the end.",
+        )
+    with torch.no_grad():
+        buffer.copy_(value.detach())
+
+
+class Switching(TorchFunctionMode):
+    """While tracing, reads parameters detached where the model has switched their gradients off
+    (``requires_grad_(False)``, for one pass of a discriminator). ``whole``: all calls are traced, none has a
+    stand-in."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self._whole = whole
+        self._off: dict[int, nn.Parameter] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter):
+            return self._switch(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
+        if self._off:
+            args, kwargs = pytree.tree_map_only(Tensor, self._read, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, x: Tensor) -> Tensor:
+        return torch.detach(x) if id(x) in self._off else x
+
+    def _switch(self, parameter: nn.Parameter, on: bool) -> nn.Parameter:
+        if not self._whole:
+            raise RuntimeError("calls of the same layer may differ in what is trained")
+        if on and not parameter.requires_grad:
+            raise ImportModelError(
+                f"the model trains a parameter of shape {tuple(parameter.shape)} from within its call that does not "
+                "require gradients",
+                "Set requires_grad=True before.",
+            )
+        if on:
+            self._off.pop(id(parameter), None)
+        elif parameter.requires_grad:
+            self._off[id(parameter)] = parameter
+        return parameter
+
+    def settle(self) -> None:
+        """At the end of a trace. Raises ImportModelError if a parameter would no longer be trained."""
+        if self._off:
+            shape = tuple(next(iter(self._off.values())).shape)
+            raise ImportModelError(
+                f"the model switches off the gradient of a parameter of shape {shape} in its call and leaves it off",
+                "Set requires_grad=False before, or switch it on again at the end of the call.",
+            )

@@ -1,0 +1,49 @@
+"""Dataclasses of a model's own among what it returns, which PyTorch does not look into."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+
+@dataclass(eq=False)
+class _Opened:
+    """The values of a dataclass by field, and the ``instance`` that had them."""
+
+    values: dict[str, Any]
+    instance: Any
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda record: (list(record.values.values()), record),
+    lambda values, record: _Opened(dict(zip(record.values, values, strict=True)), record.instance),
+)
+
+
+def opened(tree: Any) -> Any:
+    """A nest with the fields of dataclasses as further levels."""
+
+    def one(x: Any) -> Any:
+        if not is_dataclass(x) or isinstance(x, type):
+            return x
+        return _Opened({field.name: opened(getattr(x, field.name)) for field in fields(x)}, x)
+
+    return pytree.tree_map(one, tree)
+
+
+def closed(tree: Any) -> Any:
+    """The nest that :func:`opened` was given, with the values that the levels have now."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, _Opened):
+            return x
+        made = copy.copy(x.instance)
+        for name, value in x.values.items():
+            object.__setattr__(made, name, closed(value))  # also of one that is frozen
+        return made
+
+    return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Opened))

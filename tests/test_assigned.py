@@ -1,0 +1,125 @@
+"""What a call of a model leaves in its modules, and records among what it returns: taken over, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from flexsearch.errors import ImportModelError
+from flexsearch.graph import Tracing
+from flexsearch.graph.importer import import_forward, import_model
+from flexsearch.lower.layout import Entry
+from flexsearch.lower.pieces import kept
+from tests.test_importer import Fn
+
+
+class Averaging(nn.Module):
+    """A layer, and a buffer of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Recalling(nn.Module):
+    """Keeps something of each call: ``state(x, y)`` as the attribute ``kept``, which it reads first where ``reads``."""
+
+    def __init__(self, state: Callable[[Tensor, Tensor], Any], reads: bool, first: Any = None) -> None:
+        super().__init__()
+        self.linear, self.state, self.reads, self.kept = nn.Linear(8, 8), state, reads, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept if self.kept is not None else self.state(x, torch.zeros_like(x))
+        y = self.linear(x) + (sum(pytree.tree_leaves(kept)) if self.reads else 0)
+        if self.kept is None or self.reads:
+            self.kept = self.state(x, y.detach())
+        return y.sum()
+
+
+@pytest.mark.parametrize("state", [lambda x, y: y, lambda x, y: (y, y)])
+@pytest.mark.parametrize("first", [None, torch.zeros(4, 8)])
+def test_a_state_that_is_an_attribute_is_refused_where_the_next_call_reads_it(state: Any, first: Any) -> None:
+    model = Recalling(state, True, first)
+    with pytest.raises(ImportModelError, match=r"'kept', which each call makes anew.*register_buffer\('kept'"):
+        import_model(model, torch.ones(4, 8))
+    assert model.kept is first
+
+
+def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:
+    for model in (Recalling(lambda x, y: torch.ones_like(x).tril(), True), Recalling(lambda x, y: y, False)):
+        import_model(model, torch.ones(4, 8))
+        assert model.kept is None
+
+
+def test_a_buffer_that_is_assigned_is_updated_and_one_that_a_call_registers_goes_again() -> None:
+    def assigned(m: nn.Module, value: Tensor) -> Tensor:
+        m.mean = value
+        m.register_buffer("made", torch.ones(3))
+        return m.linear(value + m.mean).sum()
+
+    model = Averaging()
+    graph = import_model(model, torch.ones(4, 8), lambda y: assigned(model, y.mean(0)))
+    assert list(graph.buffer_updates) == ["mean"]
+    assert list(dict(model.named_buffers())) == ["mean"] and type(model.mean) is Tensor
+    with pytest.raises(ImportModelError, match=r"shape \(1, 8\) to its buffer 'mean'.*shape \(8,\)"):
+        import_model(model, torch.ones(4, 8), lambda y: assigned(model, y.mean(0, keepdim=True)))
+
+
+def test_gradients_may_be_switched_off_for_a_part_of_a_call_only() -> None:
+    weight = nn.Linear(8, 3)
+
+    def frozen(m: nn.Module) -> Tensor:
+        return m.weight.requires_grad_(False).sum()
+
+    def trained(m: nn.Module) -> Tensor:
+        return m.weight.requires_grad_().sum()
+
+    with pytest.raises(ImportModelError, match="leaves it off"):
+        import_model(weight, torch.ones(4, 8), lambda y: y.sum() + frozen(weight))
+    weight.weight.requires_grad_(False)
+    with pytest.raises(ImportModelError, match=r"requires_grad=True before"):
+        import_model(weight, torch.ones(4, 8), lambda y: y.sum() + trained(weight))
+
+
+@dataclass(frozen=True)
+class Answer:
+    loss: Tensor
+    parts: Any = None
+
+
+class Named(NamedTuple):
+    loss: Tensor
+    parts: Any = None
+
+
+@pytest.mark.parametrize("form", [Answer, Named])
+def test_a_record_with_a_loss_is_trained_on_and_comes_back_as_one(form: Any) -> None:
+    model = Fn(lambda x, w: form((x * w).sum(), [form(x + w)]), (8,))
+    assert "sum" in [op.kind for op in import_model(model, torch.ones(4, 8)).operators]
+    outputs = import_forward(model, torch.ones(4, 8), Tracing())[1]
+    answer = outputs.nested([torch.ones(()), torch.zeros(4, 8)])
+    assert isinstance(answer, form) and isinstance(answer.parts[0], form)
+    assert answer.loss == 1 and answer.parts[0].loss.shape == (4, 8) and answer.parts[0].parts is None
+    with pytest.raises(ImportModelError, match="loss=lambda output: output\\[1\\]"):
+        import_model(Fn(lambda x, w: (x * w, (x * w).sum()), (8,)), torch.ones(4, 8))
+
+
+def test_a_gradient_inside_of_a_step_is_refused_in_words() -> None:
+    with pytest.raises(ImportModelError, match=r"a gradient inside of it"):
+        import_model(Fn(lambda x, w: torch.func.grad(lambda z: (z * w).sum())(x).sum(), (8,)), torch.ones(4, 8))
+
+
+def test_a_buffer_is_kept_on_each_device_in_one_region_whatever_its_readers_want() -> None:
+    upper, lower, whole = ((0, 1), (0, 5)), ((1, 2), (0, 5)), ((0, 2), (0, 5))
+    reads = [(Entry(0, upper, 0), Entry(1, lower, 0)), (Entry(0, lower, 0), Entry(0, whole, 0))]
+    assert kept(reads) == (Entry(0, whole, 0), Entry(1, lower, 0))
