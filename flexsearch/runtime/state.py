@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Final
 
 from torch import Tensor, nn
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.fold import sources
 from flexsearch.graph.importer import Imported
+
+_VERSIONS: Final = "_metadata"
+"""The attribute of a state_dict in which PyTorch notes them."""
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
@@ -20,6 +25,19 @@ def state_names(model: nn.Module) -> dict[str, str]:
     everything.update(model.named_parameters(remove_duplicate=False))
     everything.update(model.named_buffers(remove_duplicate=False))
     return {name: first[id(everything[name])] for name in model.state_dict(keep_vars=True) if name in everything}
+
+
+def versions_of(state: Mapping[str, Tensor]) -> object:
+    """The versions of the modules' states that ``Module.state_dict`` has noted. None: this PyTorch notes none."""
+    return getattr(state, _VERSIONS, None)
+
+
+def with_versions(state: Mapping[str, Tensor], versions: object) -> dict[str, Tensor]:
+    """A state with the ``versions_of`` a model's own: some modules load none without (torchvision's MNASNet)."""
+    noted = OrderedDict(state)
+    if versions is not None:
+        setattr(noted, _VERSIONS, versions)
+    return noted
 
 
 def transient(model: nn.Module, persistent: Collection[str]) -> dict[str, Tensor]:

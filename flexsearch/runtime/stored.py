@@ -24,7 +24,7 @@ from flexsearch.runtime.group import fingerprint
 from flexsearch.runtime.microbatches import boxes_in_batch
 from flexsearch.runtime.parts import cut
 from flexsearch.runtime.regions import Mover, disjoint, everywhere, uncovered, whole
-from flexsearch.runtime.state import check_meta, state_names, transient
+from flexsearch.runtime.state import check_meta, state_names, transient, versions_of, with_versions
 
 
 class Chunk(NamedTuple):
@@ -52,6 +52,7 @@ class Stored:
         self.names = state_names(model)
         """Name in the model's state -> name in the graph."""
         tensors = model.state_dict(keep_vars=True)
+        self._versions = versions_of(tensors)
         self.shapes = {name: tuple(tensors[name].shape) for name in self.names}
         self.layouts = layouts_of(lowered)
         self._imported = imported
@@ -257,7 +258,7 @@ class Stored:
             tensor = done.get(original, self.counters.get(original, self.other.get(original)))
             if tensor is not None:
                 state[name] = tensor.reshape(self.shapes[name]).clone()
-        return state
+        return with_versions(state, self._versions)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a whole model's state. Raises RuntimeFailure on missing names or wrong shapes, before anything is
