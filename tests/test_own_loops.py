@@ -286,3 +286,63 @@ def test_averages_and_penalties_over_a_steps_parameters_are_those_of_the_model(n
     for state, errors in pool(2).run(_averaged, plan(name, 2)):
         assert_close(model.state_dict(), state)
         assert all("cannot be copied" in error and "ParameterList" in error for error in errors)
+
+
+class _Told(nn.Module):
+    """Returns a prediction and what it is not computed from: a weight that the loss reads, a buffer, a constant, an
+    input, and nothing."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.register_buffer("places", torch.arange(3))
+        self.ones = torch.ones(2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+        others = {"scale": self.scale, "places": self.places, "ones": self.ones, "none": None}
+        return {"logits": self.layer(x), **others, "x": x}
+
+
+def _scaled(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"] * output["scale"], targets)
+
+
+def _told_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 6, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
+
+
+def _everything_told(file: str) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Predictions before and after a step."""
+    torch.manual_seed(0)
+    step = parallelize(_Told(), read(file), loss=_scaled)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    answers = []
+    for _ in range(2):
+        with step.evaluating():
+            answers.append(copy.deepcopy(step.forward(_told_batch(), everything=True)))  # weights are those of the step
+        step(_told_batch())
+        optimizer.step()
+    return answers[0], answers[1]
+
+
+@pytest.mark.parametrize("name", ["data-parallel", "fsdp"])
+def test_a_model_may_return_what_it_computes_nothing_from(name: str) -> None:
+    torch.manual_seed(0)
+    model, (x, targets) = _Told(), _told_batch()
+    graph = import_model(model, x, _scaled, targets=targets)
+    file = baseline(name, graph, Topology.load("ethernet-1g:2")).to_file().model_dump_json()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = copy.deepcopy({key: None if y is None else y.detach() for key, y in model(x).items()})
+    _scaled(model(x), targets).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    for answers in pool(2).run(_everything_told, file):
+        for answer, whole in zip(answers, (expected, model(x)), strict=True):
+            assert list(answer) == list(whole)
+            for key, value in whole.items():
+                assert (answer[key] is None) == (value is None)
+                if value is not None:
+                    torch.testing.assert_close(answer[key], value.detach(), rtol=1e-9, atol=1e-12)

@@ -22,10 +22,12 @@ def assemble(
     updates: Mapping[Value, Value],
     counters: Sequence[Value],
     tracing: Tracing,
+    returned: Sequence[Value] = (),
 ) -> tuple[OperatorGraph, list[Value]]:
     """The graph, and its inputs, parameters, buffers and constants.
 
-    ``updates``: new values of buffers; ``counters``: buffers that every step raises by one. Names are those of the
+    ``updates``: new values of buffers; ``counters``: buffers that every step raises by one; ``returned``: what a model
+    returns, on which the loss depends, but for what is no result of an operator. Names are those of the
     layers, and depend on nothing that dead code could change. They are given as if counts came first, as they once did.
     """
     live = ancestors(drafts, [loss, *updates.values()])
@@ -35,7 +37,7 @@ def assemble(
     live = early + [d for d in live if d not in early]
     read = (v for d in live for v in d.inputs if v.kind != "activation")
     leaves = dict.fromkeys([*inputs, *read, *updates, *counters])
-    for value in (loss, *updates.values()):
+    for value in (loss, *updates.values(), *returned):
         if value.kind != "activation":
             leaves.setdefault(value)
     names = _Names(v.name for v in leaves if v.kind != "constant")

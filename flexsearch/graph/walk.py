@@ -119,7 +119,9 @@ class Walk:
                 self.env[node] = self._visit(node)
         loss, updates, counters = self._outputs(next(n for n in nodes if n.op == "output"), with_outputs)
         drafts = self.builder.drafts
-        graph, leaves = assemble(name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing)
+        graph, leaves = assemble(
+            name, drafts, loss, [*inputs, *targets], updates, counters, self.tracing, self.returned
+        )
         folded = {v.name: v.folded for v in leaves if isinstance(v, Constant)}
         names = tuple(v.name for v in inputs), tuple(v.name for v in targets)
         # Kinds have constants of their own: where a random draw happens, the places that a mask selects.

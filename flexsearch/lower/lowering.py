@@ -278,7 +278,7 @@ class _Assembly:
             for operator, position in graph.consumers[tensor.name]:
                 key = self.placed[operator].reads[position].number, graph.flows[operator][position]
                 groups.setdefault(key, []).append((operator, position))
-            if tensor.kind == "parameter":
+            if tensor.kind == "parameter" and groups:  # a model may return one that no operator reads
                 self._connect_weight(tensor, groups)
             else:
                 self.edges_of[tensor.name] = tuple(
