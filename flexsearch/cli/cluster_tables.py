@@ -54,9 +54,11 @@ def sources(cluster: Topology) -> Grid:
     columns = Column("figure", "text"), Column("value", "text"), Column("kind", "text"), Column("from", "text")
     grid = Grid(columns, "Figures of a device, of links and of the library (FLOP/s, bytes, B/s, s)")
     origin = {figure: record.origin for record in cluster.sources for figure in record.figures}
+    before = ""
     for figure in FIGURES:
-        told = _told(_value(cluster, figure))
-        grid.add(figure, told, cluster.source_kind(figure), origin.get(figure, "not stated"))
+        told, source = _told(_value(cluster, figure)), origin.get(figure, "not stated")
+        grid.add(figure, told, cluster.source_kind(figure), "as above" if source == before else source)
+        before = source
     return grid
 
 

@@ -104,12 +104,18 @@ def change_of(new: float, old: float) -> str:
     if new == old:
         return "0"
     sign = "+" if new > old else "-"
-    return f"{sign}{seconds(abs(new - old))} ({100 * (new - old) / old:+.1f} %)"
+    return f"{sign}{seconds(abs(new - old))} ({_percent(new, old)})"
 
 
 def relative(new: float, old: float) -> str:
     """ "+13.7 %", or "same"."""
-    return "same" if new == old else f"{100 * (new - old) / old:+.1f} %"
+    return "same" if new == old else _percent(new, old)
+
+
+def _percent(new: float, old: float) -> str:
+    """ "+13.7 %", or "under 0.1 %" where that would be rounded to nothing."""
+    change = 100 * (new - old) / old
+    return f"{change:+.1f} %" if abs(change) >= 0.05 else "under 0.1 %"
 
 
 def time_and_change(new: float, old: float) -> str:
