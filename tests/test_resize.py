@@ -122,7 +122,7 @@ def test_what_has_no_sequence_or_mixes_it_with_constants_is_refused() -> None:
             with_sequence(OperatorGraph.load(name), 3)
     with pytest.raises(NotationError, match=r"room for 8 of 16 tokens at each expert, which is no whole number of 3"):
         with_sequence(imported("mixtral", 4, 16), 3)
-    with pytest.raises(UsageError, match="a sequence of 0 tokens"):
+    with pytest.raises(UsageError, match="a sequence cannot have 0 tokens"):
         imported("gpt2", 4, 16).resized(sequence=0)
     with pytest.raises(NotationError, match=r"the limit is 2\^50 \(1 PiB\)\. Give a smaller one"):
         OperatorGraph.load("llama_405b").resized(2**20)

@@ -42,6 +42,8 @@ class Following(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if torch.compiler.is_dynamo_compiling():  # the score of a flex attention, which can keep no record
+            return result
         name = getattr(func, "__name__", "")
         if name not in _NEW and self.depends(args[:1] if name in _OF_FORM else (args, kwargs)):
             self._follow(args[0] if name == "__setitem__" else result)

@@ -24,8 +24,8 @@ SHORTEST: Final = 6
 """A word that must be broken leaves no piece with fewer letters."""
 _BREAK = re.compile(r"(?<=[./_:>\-])(?=[^./_:>\-])")  # within a word: where a dotted name or a path may be broken
 
-_SPACE = re.compile(r"(?<!\d) (?!\(\d)|(?<=\d) (?!(?:%|[kMGT]?B|MiB|[mnµ]?s|alike|like)(?:\W|$))")
-"""Where a line may end: not between a number and its unit, nor before a number in brackets."""
+_SPACE = re.compile(r"(?<!\d)(?<!\d like) (?!\(\d)|(?<=\d) (?!(?:%|[kMGT]?B|MiB|[mnµ]?s|alike|like)(?:\W|$))")
+"""Where a line may end: not between a number and its unit, in "7 like it", nor before a number in brackets."""
 
 
 @dataclass(frozen=True)
