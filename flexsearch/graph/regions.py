@@ -54,7 +54,8 @@ def traceable_autograd(notes: list[str]) -> Iterator[None]:
         note()
         yield
 
-    own = {"CheckpointFunction": Direct, "_checkpoint_without_reentrant_generator": around}
+    generator = "_checkpoint_without_reentrant_generator"  # torch 2.14 has the function itself under a second name
+    own = {"CheckpointFunction": Direct, generator: around, f"{generator}_impl": around}
     with (
         _replaced(torch.utils.checkpoint, own),
         _replaced(torch.autograd.Function, {"apply": classmethod(_guarded(vars(torch.autograd.Function)["apply"]))}),
