@@ -84,6 +84,15 @@ def test_gradients_may_be_switched_off_for_a_part_of_a_call_only() -> None:
     def trained(m: nn.Module) -> Tensor:
         return m.weight.requires_grad_().sum()
 
+    def half_trained(y: Tensor) -> Tensor:
+        weight.requires_grad_(False)
+        first = weight(y[:, :1].expand(4, 8)).sum()
+        weight.requires_grad_()
+        return first + y.sum()
+
+    graph = import_model(weight, torch.ones(4, 8), half_trained)
+    flows = [op.inputs for op in graph.operators if op.kind == "detach" and op.inputs[0] in ("weight", "bias")]
+    assert sorted(flows) == [("bias",), ("weight",)]
     with pytest.raises(ImportModelError, match="leaves it off"):
         import_model(weight, torch.ones(4, 8), lambda y: y.sum() + frozen(weight))
     weight.weight.requires_grad_(False)

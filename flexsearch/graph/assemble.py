@@ -26,8 +26,8 @@ def assemble(
 ) -> tuple[OperatorGraph, list[Value]]:
     """The graph, and its inputs, parameters, buffers and constants.
 
-    ``updates``: new values of buffers; ``counters``: buffers that every step raises by one; ``returned``: what a model
-    returns, on which the loss depends, but for what is no result of an operator. Names are those of the
+    ``updates``: new values of buffers; ``counters``: buffers that every step raises by one; ``returned``: outputs of a
+    model; those that no operator makes are in the graph, too, even if nothing reads them. Names are those of the
     layers, and depend on nothing that dead code could change. They are given as if counts came first, as they once did.
     """
     live = ancestors(drafts, [loss, *updates.values()])

@@ -4,7 +4,7 @@ assigned, states that are attributes, and parameters whose gradients are switche
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ _OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 """Methods that read no values of their other operand."""
 _NEW = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
 """Functions that read no values of their operand."""
-_SWITCHES: tuple[Any, ...] = (Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+_SWITCHES: Final[tuple[Any, ...]] = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
 class Following(TorchFunctionMode):
@@ -73,7 +73,8 @@ class Assigned:
             for name, value in list(module._buffers.items()):
                 if (buffer := before.get(name)) is None:
                     _take_out(module, name, name in before)
-                    self.states.update({(module, name): value} if following.depends(value) else {})
+                    if following.depends(value):
+                        self.states[module, name] = value
                     continue
                 if value is not None and value is not buffer:
                     _copy(value, buffer, f"{path}.{name}".lstrip("."))

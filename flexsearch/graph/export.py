@@ -25,8 +25,8 @@ from flexsearch.graph.flex import drop_block_masks, traceable_attention, write_o
 from flexsearch.graph.losses import traceable_losses
 from flexsearch.graph.prepare import OTHERWISE, own_loss, switches
 from flexsearch.graph.private import export_prints_nothing, tables_quickly
-from flexsearch.graph.records import closed, opened
-from flexsearch.graph.refusals import Numbers, Refusing, refuse_hooks, weights_stay
+from flexsearch.graph.records import expand_records, restore_records
+from flexsearch.graph.refusals import Attributes, Refusing, refuse_hooks, weights_stay
 from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layers
 from flexsearch.graph.repeats import Tracer, traced
 from flexsearch.graph.stand_ins import StandIns, on_one_device
@@ -46,7 +46,7 @@ class Outputs:
 
     def trace(self, output: Any) -> list[torch.Tensor]:
         """A scalar that depends on every tensor of the output, and these tensors in order."""
-        self.leaves, self.spec = pytree.tree_flatten(opened(output))
+        self.leaves, self.spec = pytree.tree_flatten(expand_records(output))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ImportModelError("the model returns no tensor", "Let its forward return what it predicts.")
@@ -60,7 +60,7 @@ class Outputs:
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """These tensors in the structure of the model's output. ``leaves`` says where."""
         rest = iter(tensors)
-        return closed(
+        return restore_records(
             pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
         )
 
@@ -69,14 +69,14 @@ class Step(nn.Module):
     """The model and then the loss, as one module; with ``outputs`` the model alone."""
 
     def __init__(
-        self, model: nn.Module, stand_ins: StandIns, loss: Loss | None, outputs: Outputs | None, numbers: Numbers
+        self, model: nn.Module, stand_ins: StandIns, loss: Loss | None, outputs: Outputs | None, attributes: Attributes
     ) -> None:  # fmt: skip
         super().__init__()
         self.training, self.stand_ins = model.training, stand_ins
         self.model = model
         self.loss = loss
         self.outputs = outputs
-        self.numbers = numbers
+        self.attributes = attributes
         self.assigned = Assigned(model)
         self.tracer: Tracer | None = None
         self.checks = Checks()
@@ -91,7 +91,7 @@ class Step(nn.Module):
             result = self._result(args, kwargs, targets)
             switching.settle()
             self.assigned.settle(following)
-            self.numbers.note(self.assigned.states)
+            self.attributes.note(self.assigned.states)
             return result
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
@@ -114,12 +114,12 @@ def export_step(
     kwargs: dict[str, Any],
     targets: Any,
     outputs: Outputs | None,
-    numbers: Numbers,
+    attributes: Attributes,
 ) -> tuple[torch.export.ExportedProgram, Blocks]:
     """The functional program of ``loss(model(*args, **kwargs), targets)``, and the blocks that stand in it only once.
 
     With ``outputs`` it returns what the model returns (``Outputs.trace``), and there is no loss. In-place operators and
-    views are gone; so are checks of values (``graph.checks``). What a call changes of ``numbers`` is noted there.
+    views are gone; so are checks of values (``graph.checks``). What a call changes of ``attributes`` is noted there.
     Raises ImportModelError with the line of the user's code at which tracing failed.
     """
     if outputs is None:
@@ -134,7 +134,7 @@ def export_step(
             experts_by_token(model),
             on_one_device(model) as stand_ins,
         ):
-            step, inputs = Step(model, stand_ins, loss, outputs, numbers), stand_ins.of((args, kwargs, targets))
+            step, inputs = Step(model, stand_ins, loss, outputs, attributes), stand_ins.of((args, kwargs, targets))
             while True:
                 try:
                     return _with_blocks(step, inputs) or (

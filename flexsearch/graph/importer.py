@@ -21,7 +21,7 @@ from flexsearch.graph.imported import Imported
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
 from flexsearch.graph.prepare import plain, unwrapped
-from flexsearch.graph.refusals import Numbers
+from flexsearch.graph.refusals import Attributes
 from flexsearch.graph.walk import Walk
 
 __all__ = ["Imported", "Loaded", "import_model", "import_with_constants", "load_callable"]
@@ -126,18 +126,18 @@ def _imported(
 
     def once() -> Imported:
         with plain(model, kwargs) as notes:
-            program, blocks = export_step(model, loss, args, kwargs, targets, outputs, numbers)
+            program, blocks = export_step(model, loss, args, kwargs, targets, outputs, attributes)
         walk = Walk(program, blocks, model, tracing)
         inputs = walk.arguments((args, kwargs), "input")
         of_targets = walk.arguments(targets, "target")
         imported = walk.run(name or type(model).__name__, inputs, of_targets, outputs is not None)
         return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
 
-    numbers = Numbers(model)
+    attributes = Attributes(model)
     imported = once()
-    if numbers.changed:
-        error = numbers.error()
-        with numbers.later():
+    if attributes.changed:
+        error = attributes.error()
+        with attributes.later():
             _check_same(imported, once(), error)
     return imported
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(eq=False)
-class _Opened:
+class _Fields:
     """The values of a dataclass by field, and the ``instance`` that had them."""
 
     values: dict[str, Any]
@@ -18,32 +18,32 @@ class _Opened:
 
 
 pytree.register_pytree_node(
-    _Opened,
+    _Fields,
     lambda record: (list(record.values.values()), record),
-    lambda values, record: _Opened(dict(zip(record.values, values, strict=True)), record.instance),
+    lambda values, record: _Fields(dict(zip(record.values, values, strict=True)), record.instance),
 )
 
 
-def opened(tree: Any) -> Any:
+def expand_records(tree: Any) -> Any:
     """A nest with the fields of dataclasses as further levels."""
 
     def one(x: Any) -> Any:
         if not is_dataclass(x) or isinstance(x, type):
             return x
-        return _Opened({field.name: opened(getattr(x, field.name)) for field in fields(x)}, x)
+        return _Fields({field.name: expand_records(getattr(x, field.name)) for field in fields(x)}, x)
 
     return pytree.tree_map(one, tree)
 
 
-def closed(tree: Any) -> Any:
-    """The nest that :func:`opened` was given, with the values that the levels have now."""
+def restore_records(tree: Any) -> Any:
+    """The nest that :func:`expand_records` was given, with the values that the levels have now."""
 
     def one(x: Any) -> Any:
-        if not isinstance(x, _Opened):
+        if not isinstance(x, _Fields):
             return x
         made = copy.copy(x.instance)
         for name, value in x.values.items():
-            object.__setattr__(made, name, closed(value))  # also of one that is frozen
+            object.__setattr__(made, name, restore_records(value))  # also of one that is frozen
         return made
 
-    return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Opened))
+    return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields))

@@ -91,9 +91,9 @@ def _any_values(x: Tensor) -> Tensor:
     return (made * 2).to("cpu" if x.is_meta else x.device, x.dtype)
 
 
-class Numbers:
-    """Attributes of a model's modules that are numbers of Python, as they were; and ``changed``, those that are others
-    at the end of a trace (``torch.export`` puts them back), and those that hold other tensors."""
+class Attributes:
+    """Attributes of a model's modules that are numbers of Python, as they were; and ``changed``: those that are others
+    at the end of a trace (``torch.export`` puts them back), and attributes that then hold other tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -116,7 +116,7 @@ class Numbers:
 
     @contextmanager
     def later(self) -> Iterator[None]:
-        """For a while, the numbers are those after a call."""
+        """For a while, numbers are those after a call, and tensors hold other values."""
         before = {(module, name): vars(module).get(name, _MISSING) for module, name in self.changed}
         self._put({key: pytree.tree_map_only(Tensor, _any_values, value) for key, value in self.changed.items()})
         try:
@@ -132,7 +132,7 @@ class Numbers:
                 vars(module)[name] = value
 
     def error(self) -> ImportModelError:
-        """What to tell if the model computes something else with the numbers that are changed."""
+        """What to tell if the model computes something else with what is changed."""
         module, name = next(iter(self.changed))
         path = ".".join(filter(None, (self._names[module], name)))
         if not isinstance(self.changed[module, name], int | float):
