@@ -1056,7 +1056,8 @@ def test_models_are_loaded_by_name(tmp_path: Path) -> None:
     assert load_callable(f"{file}:pair").loss is None
     for spec, problem in {
         "flexsearch.zoo": "Write MODULE:CALLABLE",
-        "flexsearch.zoo:alexnett": "has no 'alexnett'.*alexnet",
+        "flexsearch.zoo:alexnett": "has no 'alexnett'.*mean alexnet",
+        f"{file}:unheard_of": "has: broken, pair, wrong.",
         "no_such_module:build": "no module named 'no_such_module'",
         "nowhere/model.py:build": "there is no file",
         f"{file}:wrong": "returned a int.*must return",

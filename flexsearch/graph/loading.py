@@ -8,9 +8,10 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,7 @@ def load_callable(spec: str, **arguments: Any) -> Loaded:
     target: Any = _module(place)
     for part in name.split("."):
         if not hasattr(target, part):
-            callables = [n for n, x in vars(target).items() if callable(x) and not n.startswith("_")]
-            has = f"It has: {', '.join(sorted(callables)[:20])}." if callables else ""
-            raise ImportModelError(f"{place} has no {part!r} (from {spec!r})", has)
+            raise ImportModelError(f"{place} has no {part!r} (from {spec!r})", _instead(target, part))
         target = getattr(target, part)
     if not callable(target):
         raise ImportModelError(f"{spec} is a {type(target).__name__}, not a callable", f"It must return {_EXPECTED}.")
@@ -66,6 +65,19 @@ def load_callable(spec: str, **arguments: Any) -> Loaded:
     with _user_code(spec):
         result = target(**arguments)
     return _loaded(spec, result)
+
+
+def _instead(target: Any, part: str) -> str:
+    """What may have been meant by ``part``, which ``target`` lacks: the most alike, or the functions made there."""
+    callables = {name: value for name, value in vars(target).items() if callable(value) and not name.startswith("_")}
+    alike = get_close_matches(part, callables, n=3)
+    if alike:
+        return f"Did you mean {' or '.join(alike)}?"
+    place = getattr(target, "__name__", None)
+    made = [name for name, value in callables.items() if getattr(value, "__module__", None) == place]
+    functions = [name for name in made if isinstance(callables[name], FunctionType)]
+    names = sorted(functions or made or callables)
+    return f"It has: {', '.join(names[:20])}." if names else ""
 
 
 @contextmanager

@@ -154,6 +154,11 @@ def verdict(scaling: Scaling) -> str:
     fastest = next(point for point in scaling.fitting if point.rate > (1.0 - SAME) * most)
     if scaling.kind == "strong" and last.devices < fastest.devices < scaling.fitting[-1].devices:
         words.append(f"On more than {_devices(fastest.devices)} the step gets no faster.")
+    if max(scaling.efficiency(point) for point in scaling.fitting) > 1.0 + SAME:
+        words.append(
+            "An efficiency above 100 % is no mistake: with more devices faster plans fit into memory, and work that "
+            "does not grow with the batch, as updating weights, can be divided."
+        )
     if scaling.price is not None:
         words.append(_cost_words(scaling, last))
     return " ".join(words)
@@ -175,7 +180,7 @@ def _pays(scaling: Scaling, last: ScalingPoint, after: ScalingPoint | None) -> s
     if times < 1.0 + SAME:
         now = "the step gets no faster" if strong else "throughput gets no higher"
         return f"{name} does not pay beyond {_devices(last.devices)}: on {after.devices} {now}."
-    now = f"the step takes {ratio(1.0 / times)} as long" if strong else f"throughput is {ratio(times)} as high"
+    now = f"the step is {ratio(times)} as fast" if strong else f"throughput is {ratio(times)} as high"
     return (
         f"{name} does not pay beyond {_devices(last.devices)}: on {after.devices} {now}, which is "
         f"{percent(scaling.gain(last, after))} of what the added devices would bring ideally {least}."
