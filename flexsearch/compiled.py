@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -126,8 +128,9 @@ _forget_unused()
 
 
 def is_warm() -> bool:
-    """Whether something was compiled before, so that the next command need not wait for it."""
-    return folder is not None and any(folder.rglob("*.nbc"))
+    """Whether something was compiled before by this Python, so that the next command need not wait for it."""
+    version = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return folder is not None and any(folder.rglob(f"*.{version}*.nbc"))
 
 
 def compiles_for_all() -> bool:
@@ -198,10 +201,50 @@ def _locks() -> int:
     return os.open(folder / "compiling", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
+class _Waiting:
+    """How long the main thread has waited for machine code: compiled by itself or another process, or loaded."""
+
+    def __init__(self) -> None:
+        self._before_s, self._since_s, self._depth = 0.0, 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        return self._before_s + (time.monotonic() - self._since_s if self._depth else 0.0)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._depth:
+            self._since_s = time.monotonic()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._before_s += time.monotonic() - self._since_s
+
+
+_waiting: Final = _Waiting()
+
+
+def compiling_s() -> float:
+    """Seconds that this process's main thread has waited for machine code so far (if ``compiles_for_all``; else 0)."""
+    return _waiting.seconds
+
+
 @contextmanager
 def _alone(name: str, args: Any) -> Iterator[None]:
     """While this lasts no other process compiles a function for arguments of these types, where the system and the
     file system have locks. The system ends the locks of a process that ends."""
+    with _waiting.counted(), _locked(name, args):
+        yield
+
+
+@contextmanager
+def _locked(name: str, args: Any) -> Iterator[None]:
     byte = int.from_bytes(hashlib.sha256(f"{name} {args}".encode()).digest()[:6])
     held = False
     with suppress(OSError):

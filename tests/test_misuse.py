@@ -178,11 +178,9 @@ def test_one_option_name_means_one_thing() -> None:
 
 
 def test_a_search_that_cannot_end_in_time_says_what_is_too_large(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexsearch import compiled
     from flexsearch.cli import search
 
     monkeypatch.setattr(search, "SLACK_S", 0.0)
-    monkeypatch.setattr(compiled, "is_warm", lambda: True)
     began = time.monotonic()
     ran = cli("optimize", "mlp", "-t", "ethernet-1g:4096", "-b", "1ms", "-j", "1", "--json")
     clean(ran)

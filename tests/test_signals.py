@@ -145,7 +145,7 @@ def test_a_deadline_whose_error_a_destructor_loses_raises_it_again(monkeypatch: 
 
     monkeypatch.setattr(signals.current, "graceful", False)  # as commands of other tests leave it
     losses = 0
-    with pytest.raises(TimeoutError), signals.deadline(0.01, TimeoutError("late")):
+    with pytest.raises(TimeoutError), signals.deadline(0.01, TimeoutError("late"), lambda: 0.0):
         for _ in range(100):
             try:
                 time.sleep(0.1)
@@ -154,3 +154,30 @@ def test_a_deadline_whose_error_a_destructor_loses_raises_it_again(monkeypatch: 
                     raise
                 losses += 1
     assert losses == 1
+
+
+def test_a_deadline_leaves_out_what_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch.cli import signals
+
+    monkeypatch.setattr(signals.current, "graceful", False)
+    began, compiling = time.monotonic(), [5.0]  # seconds before the block do not put it off
+    with pytest.raises(TimeoutError), signals.deadline(0.01, TimeoutError("late"), lambda: compiling[0]):
+        compiling[0] += 0.3
+        time.sleep(30)
+    assert 0.3 < time.monotonic() - began < 20
+
+
+def test_a_deadline_that_is_left_as_it_passes_raises_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch.cli import signals
+
+    monkeypatch.setattr(signals.current, "graceful", False)
+
+    def passes_again() -> None:  # the error is raised a second time where the block is left
+        signal.raise_signal(signal.SIGALRM)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    monkeypatch.setattr(signals, "no_deadline", passes_again)
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(ValueError, match="the block's own"), signals.deadline(30.0, TimeoutError("late"), lambda: 0.0):
+        raise ValueError("the block's own")
+    assert signal.getsignal(signal.SIGALRM) == before

@@ -40,6 +40,7 @@ def _guarded(as_json: bool) -> int:
         try:
             return _command()
         except FlexsearchError as error:
+            signals.no_deadline()  # its block may not have ended: its error can be raised on the way out
             return _refuse(error, as_json)
         except MemoryError:
             return _refuse(FlexsearchError("there is not enough memory", "Use a smaller model or batch."), as_json)

@@ -21,6 +21,8 @@ from flexsearch import children, output
 
 ONE_EVENT_S: Final = 0.3
 """A terminal that is closed sends two signals or more, one right after the other."""
+LEAST_S: Final = 0.01
+"""A deadline is not put off by less."""
 REPEATED_S: Final = 1.0
 """A deadline raises its error again so long as its block runs: what a destructor raises is lost."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -121,14 +123,23 @@ def handled(end: Callable[[str, int], None], words: str) -> Iterator[Signals]:
 
 
 @contextmanager
-def deadline(seconds: float | None, error: Exception) -> Iterator[None]:
+def deadline(seconds: float | None, error: Exception, besides: Callable[[], float]) -> Iterator[None]:
     """Raise ``error`` in the block when so many seconds have passed; if the command is graceful by then,
-    KeyboardInterrupt with its message. None: never. The block ends it, and so does ``no_deadline``."""
+    KeyboardInterrupt with its message. ``besides``: seconds so far that do not count. None: never. The block ends it,
+    and so does ``no_deadline``."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
+    left_out, over = besides(), False
 
     def late(number: int, frame: FrameType | None) -> None:
+        nonlocal left_out
+        if over:
+            return
+        if (more := besides() - left_out) > LEAST_S:
+            left_out += more
+            signal.setitimer(signal.ITIMER_REAL, more, REPEATED_S)
+            return
         if current.graceful:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise KeyboardInterrupt(str(error))
@@ -139,6 +150,7 @@ def deadline(seconds: float | None, error: Exception) -> Iterator[None]:
     try:
         yield
     finally:
+        over = True  # first of all: the error could be raised again in what follows, and the timer would go on
         no_deadline()
         signal.signal(signal.SIGALRM, before)
 
