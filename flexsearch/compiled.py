@@ -42,15 +42,15 @@ TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 FOUR: Any = np.uint64(4)
 
-TRIED: Final = ((0, 68),)
-"""Versions of numba whose inner workings are known to be what ``linking`` relies on."""
+TRIED: Final = (0, 63), (0, 68)
+"""First and last version of numba whose inner workings are known to be what ``linking`` relies on."""
 
 UNUSED_S: Final = 30 * 86400
 """Code of other versions is deleted when it was not used for so long: until then, two versions in turn do not compile
 anew each time."""
 
 
-_MAKERS: Final = ("compiled", "packed", "linking", "translating")
+_MAKERS: Final = ("compiled", "packed", "linking", "translating", "untried")
 
 
 def _digest() -> str:
@@ -139,13 +139,18 @@ def compiles_for_all() -> bool:
 
 
 def _find_program() -> Callable[..., Any] | None:
-    """What makes a function part of our program; None: this numba was not tried, or compiling is off."""
-    if tuple(numba.version_info[:2]) not in TRIED or getattr(numba.config, "DISABLE_JIT", False):
+    """What makes a function part of our program; None: this numba is too old, or fails at it, or compiling is off."""
+    version = tuple(numba.version_info[:2])
+    if version < TRIED[0] or getattr(numba.config, "DISABLE_JIT", False):
         return None
     try:
-        from flexsearch.linking import program
+        from flexsearch.linking import LARGE, program
     except (ImportError, AttributeError):  # a numba that was changed
         return None
+    if version > TRIED[1]:
+        from flexsearch.untried import is_fit
+
+        return program if is_fit(program, LARGE, numba.__version__, folder) else None
     return program
 
 

@@ -116,7 +116,7 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "flexsearch"
     package.mkdir()
     (package / "__init__.py").touch()
-    for name in ("compiled.py", "direct.py", "linking.py", "translating.py"):
+    for name in ("compiled.py", "direct.py", "linking.py", "translating.py", "untried.py"):
         shutil.copy(Path(flexsearch.__file__).parent / name, package)
     (package / "caller.py").write_text(CALLER)
     (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
@@ -305,7 +305,7 @@ def test_a_function_is_not_inlined_because_its_caller_is() -> None:
 
 
 @pytest.mark.parametrize("other", ["numba.version_info = (0, 1)", "numba.config.DISABLE_JIT = True"])
-def test_with_a_numba_that_was_not_tried_or_that_is_off_the_same_functions_run(package: Path, other: str) -> None:
+def test_with_a_numba_that_is_too_old_or_off_the_same_functions_run(package: Path, other: str) -> None:
     (package / "many.py").write_text(MANY)
     (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
     again = f"import numba\n{other}\n"
@@ -313,6 +313,19 @@ def test_with_a_numba_that_was_not_tried_or_that_is_off_the_same_functions_run(p
     assert run(package, again + COUNT).startswith("24.5 24.0 ")
     loaded = "import sys, flexsearch.compiled; print('flexsearch.linking' in sys.modules)"
     assert run(package, again + loaded) == "False"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_newer_numba_is_relied_on_if_it_compiles_a_program(package: Path, fits: bool) -> None:
+    (package / "many.py").write_text(MANY)
+    newer = "import numba\nnumba.version_info, numba.__version__ = (9, 0), '9.0.0'\n"
+    changed = "" if fits else "import flexsearch.translating\nflexsearch.translating.PASSES = ()\n"
+    whether = "\nfrom flexsearch import compiled; print(compiled._program is not None)"
+    assert run(package, newer + changed + COUNT + whether).endswith(str(fits))
+    (record,) = (package.parent / "cache").rglob("numba-9.0.0")
+    assert record.read_text() == ("works" if fits else "fails")
+    record.write_text("under way")  # as of a process that it ended
+    assert run(package, newer + whether) == "False"
 
 
 def test_what_a_second_process_compiles_first_are_entries_that_a_climb_calls() -> None:

@@ -58,8 +58,8 @@ def splits(asked: Asked, budget: str) -> SearchResult:
     from flexsearch.setting import parse_budget
 
     seconds, setting, options = parse_budget(budget)[0], asked.setting, asked.options
-    # Compiling can take longer than that, where a machine is busy, and does not count. Without the means to tell how long
-    # it took, there is no limit.
+    # Compiling can take longer than that, where a machine is busy, and does not count. Where nothing tells how long it
+    # took, there is no limit.
     limit = 2.0 * seconds + SLACK_S if seconds is not None and compiled.compiles_for_all() else None
     late = StrategyError(
         f"the budget of {options.budget} was used up long ago: {setting.topology.name} with "
