@@ -100,6 +100,22 @@ def test_gradients_may_be_switched_off_for_a_part_of_a_call_only() -> None:
         import_model(weight, torch.ones(4, 8), lambda y: y.sum() + trained(weight))
 
 
+def test_a_buffer_that_is_changed_in_place_without_gradients_hands_none_on() -> None:
+    model = Averaging()
+
+    def averaged(y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.mean.lerp_(model.linear.weight.sum(0), 0.1)
+            model.mean[:2] += y[0, :2]
+        return (y * model.mean).sum()
+
+    graph = import_model(model, torch.ones(4, 8), averaged)
+    weighed = next(op for op in graph.operators if op.attributes.get("target") == "aten.mul.Tensor")
+    assert weighed.inputs[1] not in graph.differentiable
+    with pytest.raises(ImportModelError, match=r"in place \(clamp_\) under no_grad.*\(f\(x\) - x\).detach\(\)"):
+        import_model(model, torch.ones(4, 8), lambda y: torch.no_grad()(y.clamp_)(0.0).sum())
+
+
 @dataclass(frozen=True)
 class Answer:
     loss: Tensor
