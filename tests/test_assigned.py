@@ -50,9 +50,40 @@ class Recalling(nn.Module):
 @pytest.mark.parametrize("first", [None, torch.zeros(4, 8)])
 def test_a_state_that_is_an_attribute_is_refused_where_the_next_call_reads_it(state: Any, first: Any) -> None:
     model = Recalling(state, True, first)
-    with pytest.raises(ImportModelError, match=r"'kept', which each call makes anew.*register_buffer\('kept'"):
+    with pytest.raises(ImportModelError, match=r"'kept', which each call makes anew,.*register_buffer\('kept'"):
         import_model(model, torch.ones(4, 8))
     assert model.kept is first
+
+
+class Writing(nn.Module):
+    """Keeps something of each call in a list or dict that stays the same: ``write(kept, x)``, and reads it."""
+
+    def __init__(self, kept: Any, write: Callable[[Any, Tensor], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self._kept, self.write, self.read = nn.Linear(8, 8), kept, write, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.read(self._kept)
+        self.write(self._kept, y.detach())
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("kept", "write", "read"),
+    [
+        ([torch.zeros(4, 8)], lambda kept, y: kept.__setitem__(0, y), lambda kept: kept[0]),
+        ([], lambda kept, y: kept.append(y), lambda kept: sum(kept)),
+        ({"a": {}}, lambda kept, y: kept["a"].update(b=y), lambda kept: kept["a"].get("b", 0)),
+        ([0], lambda kept, y: kept.__setitem__(0, kept[0] + 1), lambda kept: kept[0]),
+    ],
+)
+def test_a_state_in_a_list_or_dict_is_refused_and_taken_out_again(kept: Any, write: Any, read: Any) -> None:
+    model, before = Writing(kept, write, read), repr(kept)
+    with pytest.raises(ImportModelError, match=r"'_kept', which each call makes anew, or writes into.*register_buffer"):
+        import_model(model, torch.ones(4, 8))
+    assert repr(kept) == before
+    import_model(Writing(kept, write, lambda kept: 0), torch.ones(4, 8))  # nothing reads it
+    assert repr(kept) == before
 
 
 def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:

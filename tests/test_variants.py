@@ -114,8 +114,10 @@ class Running(nn.Module):
         if self.training:
             self.mean.lerp_(x.mean(0), 0.5)
             self.calls += 1
-            return self.layer((x - x.mean(0)) * self.scale).square().mean()
-        return self.layer((x - self.mean.sin()) * self.scale.rsqrt()) * 0.5**self.calls
+            loss: Tensor = self.layer((x - x.mean(0)) * self.scale).square().mean()
+            return loss
+        made: Tensor = self.layer((x - self.mean.sin()) * self.scale.rsqrt())
+        return made * torch.exp2(-self.calls)
 
 
 def _evaluated(file: str, traced: Imported) -> list[Tensor]:
