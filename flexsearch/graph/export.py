@@ -224,8 +224,9 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         return ImportModelError(
             "the step uses values in a way that no trace follows: a gradient inside of it (torch.autograd.grad, "
             "torch.func.grad), or the .data of a tensor",
-            "Leave that out of the model and the loss; detach() takes the place of .data, and weights are changed "
-            "after the optimizer's step.",
+            "Leave that out of the model and the loss; detach() takes the place of .data. What is not trained, as an "
+            "average of weights, is a buffer, which may be changed in place under torch.no_grad(); other weights are "
+            "changed after the optimizer's step.",
         )
     outside = (
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -118,8 +118,12 @@ def _imported(
     model = unwrapped(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        records = [type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if is_dataclass(x)]
         raise ImportModelError(
-            "there is no tensor among the example inputs", "Give a batch as the model takes it, of the global size."
+            "there is no tensor among the example inputs",
+            f"Say that {records[0]} holds tensors: torch.export.register_dataclass({records[0]})."
+            if records
+            else "Give a batch as the model takes it, of the global size.",
         )
     for leaf in pytree.tree_leaves((args, kwargs, targets)):
         if isinstance(leaf, torch.Tensor) and not leaf.numel():

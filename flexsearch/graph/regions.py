@@ -82,7 +82,8 @@ def _guarded(original: Any) -> Callable[..., Any]:
             "own, which a graph of forward operators would replace by theirs",
             "Import the model in evaluation mode (model.eval()), where it may not be called."
             if installed
-            else "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
+            else "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach(), a "
+            "reversed gradient as 2 * x.detach() - x).",
         )
 
     return apply

@@ -314,8 +314,14 @@ class Walk:
             elif kind == "BUFFER_MUTATION" and target in self.buffers:
                 self._change(target, node)
             else:
-                what = kind.lower().split("_mutation")[0].replace("_", " ")
-                raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
+                what, path = kind.lower().split("_mutation")[0].replace("_", " "), target.removeprefix("model.")
+                remedy = "Make a new tensor."
+                if what == "parameter":
+                    remedy = (
+                        "Make it a buffer if it is not trained, as an average of other weights (delattr(module, name); "
+                        "module.register_buffer(name, tensor)), or change it after the optimizer's step."
+                    )
+                raise ImportModelError(f"the training step changes a {what} in place, {path!r}", remedy)
         if with_outputs:
             self.returned = [self._operand(node) for node in losses[1:]]
         elif len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):
