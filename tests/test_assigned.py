@@ -147,6 +147,50 @@ def test_a_buffer_that_is_changed_in_place_without_gradients_hands_none_on() -> 
         import_model(model, torch.ones(4, 8), lambda y: torch.no_grad()(y.clamp_)(0.0).sum())
 
 
+class Averaged(nn.Module):
+    """A layer, and a copy that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slow = [*self.slow.parameters(), *self.slow.buffers()]
+        with torch.no_grad():
+            for average, weight in zip(slow, self.online.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+        return (self.online(x) - self.slow(x)).square().sum()
+
+
+def test_weights_that_a_call_changes_are_to_be_buffers() -> None:
+    model, x = Averaged(), torch.ones(4, 8)
+    with pytest.raises(ImportModelError, match=r"'slow\.weight'.*a buffer if it is not trained"):
+        import_model(model, x)
+    for name, weight in list(model.slow.named_parameters()):
+        delattr(model.slow, name)
+        model.slow.register_buffer(name, weight.detach())
+    assert list(import_model(model, x).buffer_updates) == ["slow.weight", "slow.bias"]
+
+
+def test_a_table_whose_rows_a_call_scales_is_refused_in_words() -> None:
+    table = nn.Embedding(9, 4, max_norm=1.0)
+    with pytest.raises(ImportModelError, match=r"\(max_norm\)\. Leave out max_norm"):
+        import_model(table, torch.zeros(4, 3, dtype=torch.int64), lambda y: y.sum())
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
+def test_a_batch_that_is_a_dataclass_is_to_be_registered() -> None:
+    model = Fn(lambda record, w: (record.x * w).sum(), (8,))
+    with pytest.raises(ImportModelError, match=r"register_dataclass\(Record\)"):
+        import_model(model, (Record(torch.ones(4, 8)),))
+    torch.export.register_dataclass(Record)
+    assert import_model(model, (Record(torch.ones(4, 8)),)).batch == 4
+
+
 @dataclass(frozen=True)
 class Answer:
     loss: Tensor

@@ -763,6 +763,18 @@ def test_the_check_of_a_matrix_is_left_out_as_others_are(name: str) -> None:
     assert "linalg" in [op.kind for op in import_model(Fn(factorised, (8,)), randn(4, 8)).operators]
 
 
+def test_linear_algebra_that_decides_by_values_is_refused_with_a_remedy_that_works() -> None:
+    def likelihood(x: Tensor, w: Tensor, **options: bool) -> Tensor:
+        square = (x * w)[:, :, None] * x[:, None] + torch.eye(8)
+        return torch.distributions.MultivariateNormal(torch.zeros(8), square, **options).log_prob(x).sum()
+
+    with pytest.raises(ImportModelError, match="validate_args=False"):
+        import_model(Fn(likelihood, (8,)), randn(4, 8))
+    import_model(Fn(lambda x, w: likelihood(x, w, validate_args=False), (8,)), randn(4, 8))
+    with pytest.raises(ImportModelError, match=r"torch\.linalg\.pinv\(A\) @ B"):
+        import_model(Fn(lambda x, w: torch.linalg.lstsq(x * w, x)[0].sum(), (8,)), randn(4, 8))
+
+
 def test_a_call_that_its_handler_does_not_foresee_is_an_error_or_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
     def handler(b: Any, **call: Any) -> None:
         raise ValueError("zip() argument 2 is longer than argument 1")

@@ -212,6 +212,8 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
             "(model.eval())."
         )
         inside = "A graph is static: use torch.where or masks instead of Python conditions on tensors."
+        if any("/torch/distributions/" in f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__)):
+            inside = "Pass validate_args=False to the distribution, which checks its arguments."
         return ImportModelError(
             f"the model decides by the values of tensors{where}: {reason}", outside if owner else inside
         )
@@ -232,8 +234,9 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "
         "its configuration (for attention: attn_implementation), or evaluation mode (model.eval())."
     )
+    inside = "Write torch.linalg.pinv(A) @ B, for least squares." if "linalg_lstsq" in reason else ""
     return ImportModelError(
-        f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else ""
+        f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else inside
     )
 
 
