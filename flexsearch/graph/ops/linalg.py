@@ -209,7 +209,7 @@ def _pattern(form: Form, attributes: Mapping[str, Any], shapes: Sequence[Shape],
     inner = [*zip(shapes, form.inner, strict=False)]
     batch = broadcast_shapes(*[shape[: len(shape) - n] for shape, n in inner])
     names, whole = letters(len(batch)), (name.upper() for name in letters(64))
-    side = -1 if attributes["kwargs"].get("left", True) else -2
+    side = -1 if attributes.get("kwargs", {}).get("left", True) else -2
 
     def written(shape: Shape, count: int, sides: bool) -> str:
         own = [next(whole) for _ in range(count)]
