@@ -195,7 +195,8 @@ class Queries(nn.Module):
 
 class Adversarial(nn.Module):
     """Both losses of a GAN in one step. The generator's reads the discriminator with its weights switched off; buffers
-    that are assigned, and read in two forms, hold the mean of what is real."""
+    that are assigned, and read in two forms, hold the mean of what is real; one that is changed in place averages a
+    weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,6 +204,7 @@ class Adversarial(nn.Module):
         self.judge = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1))
         self.register_buffer("center", torch.zeros(1, 5))
         self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("slow", self.made[0].weight.detach().clone())
 
     def forward(self, noise: Tensor, real: Tensor) -> Tensor:
         fake, real = self.made(noise), real - self.center
@@ -213,7 +215,9 @@ class Adversarial(nn.Module):
             parameter.requires_grad = True
         self.center = 0.9 * self.center + 0.1 * real.mean(0, keepdim=True)
         self.calls = self.calls + 1
-        return judged + fooled
+        with torch.no_grad():
+            self.slow.lerp_(self.made[0].weight, 0.1)
+        return judged + fooled + F.mse_loss(self.made[0](noise), F.linear(noise, self.slow))
 
 
 def _translator(drop: float) -> Training:

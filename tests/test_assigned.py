@@ -50,9 +50,40 @@ class Recalling(nn.Module):
 @pytest.mark.parametrize("first", [None, torch.zeros(4, 8)])
 def test_a_state_that_is_an_attribute_is_refused_where_the_next_call_reads_it(state: Any, first: Any) -> None:
     model = Recalling(state, True, first)
-    with pytest.raises(ImportModelError, match=r"'kept', which each call makes anew.*register_buffer\('kept'"):
+    with pytest.raises(ImportModelError, match=r"'kept', which each call makes anew,.*register_buffer\('kept'"):
         import_model(model, torch.ones(4, 8))
     assert model.kept is first
+
+
+class Writing(nn.Module):
+    """Keeps something of each call in a list or dict that stays the same: ``write(kept, x)``, and reads it."""
+
+    def __init__(self, kept: Any, write: Callable[[Any, Tensor], Any], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self._kept, self.write, self.read = nn.Linear(8, 8), kept, write, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.read(self._kept)
+        self.write(self._kept, y.detach())
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("kept", "write", "read"),
+    [
+        ([torch.zeros(4, 8)], lambda kept, y: kept.__setitem__(0, y), lambda kept: kept[0]),
+        ([], lambda kept, y: kept.append(y), lambda kept: sum(kept)),
+        ({"a": {}}, lambda kept, y: kept["a"].update(b=y), lambda kept: kept["a"].get("b", 0)),
+        ([0], lambda kept, y: kept.__setitem__(0, kept[0] + 1), lambda kept: kept[0]),
+    ],
+)
+def test_a_state_in_a_list_or_dict_is_refused_and_taken_out_again(kept: Any, write: Any, read: Any) -> None:
+    model, before = Writing(kept, write, read), repr(kept)
+    with pytest.raises(ImportModelError, match=r"'_kept', which each call makes anew, or writes into.*register_buffer"):
+        import_model(model, torch.ones(4, 8))
+    assert repr(kept) == before
+    import_model(Writing(kept, write, lambda kept: 0), torch.ones(4, 8))  # nothing reads it
+    assert repr(kept) == before
 
 
 def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:
@@ -98,6 +129,66 @@ def test_gradients_may_be_switched_off_for_a_part_of_a_call_only() -> None:
     weight.weight.requires_grad_(False)
     with pytest.raises(ImportModelError, match=r"requires_grad=True before"):
         import_model(weight, torch.ones(4, 8), lambda y: y.sum() + trained(weight))
+
+
+def test_a_buffer_that_is_changed_in_place_without_gradients_hands_none_on() -> None:
+    model = Averaging()
+
+    def averaged(y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.mean.lerp_(model.linear.weight.sum(0), 0.1)
+            model.mean[:2] += y[0, :2]
+        return (y * model.mean).sum()
+
+    graph = import_model(model, torch.ones(4, 8), averaged)
+    weighed = next(op for op in graph.operators if op.attributes.get("target") == "aten.mul.Tensor")
+    assert weighed.inputs[1] not in graph.differentiable
+    with pytest.raises(ImportModelError, match=r"in place \(clamp_\) under no_grad.*\(f\(x\) - x\).detach\(\)"):
+        import_model(model, torch.ones(4, 8), lambda y: torch.no_grad()(y.clamp_)(0.0).sum())
+
+
+class Averaged(nn.Module):
+    """A layer, and a copy that follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slow = [*self.slow.parameters(), *self.slow.buffers()]
+        with torch.no_grad():
+            for average, weight in zip(slow, self.online.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+        return (self.online(x) - self.slow(x)).square().sum()
+
+
+def test_weights_that_a_call_changes_are_to_be_buffers() -> None:
+    model, x = Averaged(), torch.ones(4, 8)
+    with pytest.raises(ImportModelError, match=r"'slow\.weight'.*a buffer if it is not trained"):
+        import_model(model, x)
+    for name, weight in list(model.slow.named_parameters()):
+        delattr(model.slow, name)
+        model.slow.register_buffer(name, weight.detach())
+    assert list(import_model(model, x).buffer_updates) == ["slow.weight", "slow.bias"]
+
+
+def test_a_table_whose_rows_a_call_scales_is_refused_in_words() -> None:
+    table = nn.Embedding(9, 4, max_norm=1.0)
+    with pytest.raises(ImportModelError, match=r"\(max_norm\)\. Leave out max_norm"):
+        import_model(table, torch.zeros(4, 3, dtype=torch.int64), lambda y: y.sum())
+
+
+@dataclass
+class Record:
+    x: Tensor
+
+
+def test_a_batch_that_is_a_dataclass_is_to_be_registered() -> None:
+    model = Fn(lambda record, w: (record.x * w).sum(), (8,))
+    with pytest.raises(ImportModelError, match=r"register_dataclass\(Record\)"):
+        import_model(model, (Record(torch.ones(4, 8)),))
+    torch.export.register_dataclass(Record)
+    assert import_model(model, (Record(torch.ones(4, 8)),)).batch == 4
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexsearch.cost import Costs
 from flexsearch.errors import FileFormatError
@@ -94,6 +94,55 @@ def test_predictions_and_smaller_batches_are_those_of_one_device(seed: int) -> N
             torch.testing.assert_close(loss, wanted[2], rtol=1e-9, atol=1e-12)
             for name, value in wanted[3].items():
                 torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+class Running(nn.Module):
+    """Evaluates with what training counted and averaged, and with what never changes but by another state."""
+
+    mean: Tensor
+    calls: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+            self.calls += 1
+            loss: Tensor = self.layer((x - x.mean(0)) * self.scale).square().mean()
+            return loss
+        made: Tensor = self.layer((x - self.mean.sin()) * self.scale.rsqrt())
+        return made * torch.exp2(-self.calls)
+
+
+def _evaluated(file: str, traced: Imported) -> list[Tensor]:
+    """Predictions after a step, and after another state was loaded."""
+    torch.manual_seed(0)
+    model, x = Running().double(), torch.randn(4, 4, dtype=torch.float64)
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    step = distribute(model, traced, strategy, example=(x, None, None))
+    step(x)
+    model.load_state_dict(step.state_dict())
+    expected, found = [], []
+    for _ in range(2):
+        with step.evaluating():
+            found.append(step.forward(x, everything=True))
+        expected.append(model.eval()(x).detach())
+        step.load_state_dict({name: 2 * value + 1 for name, value in step.state_dict().items()})
+        model.load_state_dict(step.state_dict())
+    return [y - z for y, z in zip(expected, found, strict=True)]
+
+
+def test_predictions_follow_buffers_that_training_changes_and_states_bring() -> None:
+    traced = import_with_constants(Running().double(), torch.ones(4, 4, dtype=torch.float64))
+    plan = baseline("megatron", traced.graph, Topology.load("ethernet-1g:2"))
+    for differences in pool(2).run(_evaluated, plan.to_file().model_dump_json(), traced):
+        assert all(float(difference.abs().max()) < 1e-12 for difference in differences)
 
 
 def test_a_forward_pass_has_tasks_of_the_forward_pass_alone() -> None:

@@ -3,7 +3,10 @@ assigned, states that are attributes, and parameters whose gradients are switche
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from copy import copy
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -18,6 +21,7 @@ _OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 """Methods that read no values of their other operand."""
 _NEW = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
 """Functions that read no values of their operand."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SWITCHES: Final[tuple[Any, ...]] = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -52,7 +56,8 @@ class Following(TorchFunctionMode):
 
 class Assigned:
     """Of the modules of a model, from ``start`` to ``settle`` of a trace. ``states``: attributes that then are other
-    tensors than before and depend on the batch or on weights."""
+    tensors than before and depend on the batch or on weights, or lists and dicts that hold such ones; what a call
+    writes into a list or a dict is taken out again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -62,7 +67,8 @@ class Assigned:
         """At the beginning of a trace."""
         modules = self._modules.values()
         self._buffers = {module: dict(module._buffers) for module in modules}
-        self._attributes = {module: _tensors_of(module) for module in modules}
+        self._attributes = {module: _states_of(module) for module in modules}
+        self._containers = [_contents(x) for module in modules for x in _own(module).values() if _is_container(x)]
 
     def settle(self, following: Following) -> None:
         """At its end: what was assigned to a buffer is copied into it, and buffers that the call has made go. Raises
@@ -82,9 +88,12 @@ class Assigned:
         self.states.update(
             ((module, name), value)
             for module, before in self._attributes.items()
-            for name, value in _tensors_of(module).items()
-            if not _same(value, before.get(name)) and following.depends(value)
+            for name, value in _states_of(module).items()
+            if not _same(value, before.get(name))
+            if following.depends(value) or _numbers(value) != _numbers(before.get(name))
         )
+        for contents in self._containers:
+            _put_back(contents)
 
 
 def _take_out(module: nn.Module, name: str, empty: bool) -> None:
@@ -96,14 +105,45 @@ def _take_out(module: nn.Module, name: str, empty: bool) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Any]:
-    """Its attributes that are tensors or nests of tensors, apart from parameters, buffers and modules."""
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Its attributes, apart from those of every module."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def _states_of(module: nn.Module) -> dict[str, Any]:
+    """Its attributes that are tensors or nests of tensors and numbers."""
     return {
-        name: value
-        for name, value in vars(module).items()
-        if name[0] != "_" and isinstance(value, Tensor | tuple | list | dict)
-        if any(isinstance(x, Tensor) for x in pytree.tree_leaves(value))
+        name: pytree.tree_map(lambda x: x, value)  # a copy of lists and dicts, which a call may write into
+        for name, value in _own(module).items()
+        if isinstance(value, Tensor) or _is_container(value) or type(value) is tuple
     }
+
+
+def _numbers(tree: Any) -> list[Any]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, int | float)]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | deque)
+
+
+def _contents(container: Any) -> tuple[Any, Any, list[Any]]:
+    """A list or dict, a copy of it, and the same of those in it."""
+    inside = container.values() if isinstance(container, dict) else container
+    return container, copy(container), [_contents(x) for x in inside if _is_container(x)]
+
+
+def _put_back(contents: tuple[Any, Any, list[Any]]) -> None:
+    container, before, inside = contents
+    if len(container) != len(before) or not all(map(is_, *_items(container, before))):
+        container.clear()
+        (container.update if isinstance(container, dict) else container.extend)(before)
+    for other in inside:
+        _put_back(other)
+
+
+def _items(*containers: Any) -> list[list[Any]]:
+    return [[y for item in x.items() for y in item] if isinstance(x, dict) else list(x) for x in containers]
 
 
 def _same(a: Any, b: Any) -> bool:

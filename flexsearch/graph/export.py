@@ -212,6 +212,8 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
             "(model.eval())."
         )
         inside = "A graph is static: use torch.where or masks instead of Python conditions on tensors."
+        if any("/torch/distributions/" in f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__)):
+            inside = "Pass validate_args=False to the distribution, which checks its arguments."
         return ImportModelError(
             f"the model decides by the values of tensors{where}: {reason}", outside if owner else inside
         )
@@ -224,15 +226,17 @@ def _untraceable(model: nn.Module, error: Exception) -> ImportModelError:
         return ImportModelError(
             "the step uses values in a way that no trace follows: a gradient inside of it (torch.autograd.grad, "
             "torch.func.grad), or the .data of a tensor",
-            "Leave that out of the model and the loss; detach() takes the place of .data, and weights are changed "
-            "after the optimizer's step.",
+            "Leave that out of the model and the loss; detach() takes the place of .data. What is not trained, as an "
+            "average of weights, is a buffer, which may be changed in place under torch.no_grad(); other weights are "
+            "changed after the optimizer's step.",
         )
     outside = (
         f"The line is {owner}'s: check that the batch is one that the model takes; else try another implementation in "
         "its configuration (for attention: attn_implementation), or evaluation mode (model.eval())."
     )
+    inside = "Write torch.linalg.pinv(A) @ B, for least squares." if "linalg_lstsq" in reason else ""
     return ImportModelError(
-        f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else ""
+        f"the model cannot be traced{where}: {type(error).__name__}: {reason}", outside if owner else inside
     )
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -75,11 +75,14 @@ def import_with_constants(
     return imported
 
 
-def import_forward(model: nn.Module, example_inputs: Any, tracing: Tracing) -> tuple[Imported, Outputs]:
+def import_forward(
+    model: nn.Module, example_inputs: Any, tracing: Tracing, changed: Collection[str] = ()
+) -> tuple[Imported, Outputs]:
     """The forward pass of ``model`` in the mode it is in: a graph without a loss that changes no buffer, with the names
-    of the tensors that the model returns, and how they are nested. Raises ImportModelError."""
+    of the tensors that the model returns, and how they are nested. ``changed``: buffers that training changes, so that
+    no constant may be computed from them. Raises ImportModelError."""
     outputs = Outputs()
-    imported = _imported(model, example_inputs, None, None, None, tracing, outputs)
+    imported = _imported(model, example_inputs, None, None, None, tracing, outputs, changed)
     return replace(imported, graph=_forward_graph(imported.graph, imported.outputs)), outputs
 
 
@@ -104,6 +107,7 @@ def _imported(
     name: str | None,
     tracing: Tracing,
     outputs: Outputs | None = None,
+    changed: Collection[str] = (),
 ) -> Imported:
     """As :func:`import_with_constants`, whose values are still to be computed."""
     if not isinstance(model, nn.Module):
@@ -114,8 +118,12 @@ def _imported(
     model = unwrapped(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+        records = [type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if is_dataclass(x)]
         raise ImportModelError(
-            "there is no tensor among the example inputs", "Give a batch as the model takes it, of the global size."
+            "there is no tensor among the example inputs",
+            f"Say that {records[0]} holds tensors: torch.export.register_dataclass({records[0]})."
+            if records
+            else "Give a batch as the model takes it, of the global size.",
         )
     for leaf in pytree.tree_leaves((args, kwargs, targets)):
         if isinstance(leaf, torch.Tensor) and not leaf.numel():
@@ -127,7 +135,7 @@ def _imported(
     def once() -> Imported:
         with plain(model, kwargs) as notes:
             program, blocks = export_step(model, loss, args, kwargs, targets, outputs, attributes)
-        walk = Walk(program, blocks, model, tracing)
+        walk = Walk(program, blocks, model, tracing, changed)
         inputs = walk.arguments((args, kwargs), "input")
         of_targets = walk.arguments(targets, "target")
         imported = walk.run(name or type(model).__name__, inputs, of_targets, outputs is not None)

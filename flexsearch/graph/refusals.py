@@ -137,8 +137,8 @@ class Attributes:
         path = ".".join(filter(None, (self._names[module], name)))
         if not isinstance(self.changed[module, name], int | float):
             return ImportModelError(
-                f"the model computes with {path!r}, which each call makes anew for the next one: a graph would begin "
-                "with the same values for ever",
+                f"the model computes with {path!r}, which each call makes anew, or writes into, for the next one: a "
+                "graph would begin with the same values for ever",
                 f"Make it a buffer, as in self.register_buffer({name!r}, torch.zeros(...)) for one tensor, and assign "
                 "that.",
             )

@@ -82,7 +82,8 @@ def _guarded(original: Any) -> Callable[..., Any]:
             "own, which a graph of forward operators would replace by theirs",
             "Import the model in evaluation mode (model.eval()), where it may not be called."
             if installed
-            else "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach()).",
+            else "Write it with PyTorch's operators (a straight-through estimator as x + (f(x) - x).detach(), a "
+            "reversed gradient as 2 * x.detach() - x).",
         )
 
     return apply
@@ -158,21 +159,46 @@ def _silent(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
+_NO_VALUES = frozenset({"requires_grad_", "detach_"})
+_ITEMS = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow"))})
+
+
 class Detaching(TorchFunctionMode):
-    """While autograd is off, detaches the result of each call, as an operator of its own in the trace."""
+    """While autograd is off, detaches the result of each call, as an operator of its own in the trace; what is changed
+    in place is its own result, so that there the other operands are detached."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled():
-            return result
+            return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if args and name not in _NO_VALUES and (name in _ITEMS or (name[-1:] == "_" and name[-2:] != "__")):
+            target = args[0]
+            _refuse_gradient_past(target, name)
+            others, kwargs = pytree.tree_map_only(torch.Tensor, _without_gradient, (args[1:], kwargs or {}))
+            return func(target, *others, **kwargs)
+        result = func(*args, **(kwargs or {}))
         operands = {id(x) for x in pytree.tree_leaves((args, kwargs))}
 
         def detached(x: torch.Tensor) -> torch.Tensor:
             return torch.detach(x) if x.is_floating_point() and id(x) not in operands else x
 
         return pytree.tree_map_only(torch.Tensor, detached, result)
+
+
+def _without_gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.detach(x) if x.requires_grad else x
+
+
+def _refuse_gradient_past(target: Any, name: str) -> None:
+    """Raise ImportModelError if autograd would hand a gradient past what changes ``target`` in place."""
+    if any(isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf for x in pytree.tree_leaves(target)):
+        raise ImportModelError(
+            f"the model changes a tensor that has a gradient in place ({name}) under no_grad, and the gradient would "
+            "pass by the change",
+            "Write y = x + (f(x) - x).detach(), or leave out the no_grad.",
+        )
 
 
 def keep_layers(program: torch.export.ExportedProgram) -> None:

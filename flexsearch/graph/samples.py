@@ -111,10 +111,18 @@ def _is_linear(op: Operator, own: list[State | None]) -> bool:
     """Whether an operator of sums gives the sum of what it gives for each of them."""
     target = op.attributes.get("target")
     if target in SUMS:
-        return all(state == "sum" for state in own) and len(own) > 1
+        return all(state == "sum" for state in own) and (len(own) > 1 or _adds_nothing(op))
+    if target == "aten.mul.Tensor" and own.count("sum") == 1 and "samples" not in own:
+        return True
     if target in SCALES:
         return own[0] == "sum" and "sum" not in own[1:]
     return op.kind in MOVES and all(state == "sum" for state in own)
+
+
+def _adds_nothing(op: Operator) -> bool:
+    """Whether an addition adds the number 0, as sums in Python do that begin with it."""
+    args = op.attributes.get("args")
+    return isinstance(args, list) and len(args) > 1 and args[1] in (0, 0.0)
 
 
 def _state(op: Operator, operand: Operand, states: dict[str, State]) -> State | None:

@@ -5,7 +5,7 @@ Constants are folded; what no kind knows is an error that says where it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -73,9 +73,16 @@ class Walk:
     """
 
     def __init__(
-        self, program: torch.export.ExportedProgram, blocks: Blocks, model: nn.Module, tracing: Tracing
+        self,
+        program: torch.export.ExportedProgram,
+        blocks: Blocks,
+        model: nn.Module,
+        tracing: Tracing,
+        changed: Collection[str] = (),
     ) -> None:
+        """``changed``: buffers that change although the program does not change them."""
         self.program, self.blocks, self.model, self.tracing = program, blocks, model, tracing
+        self.changed = changed
         self.builder = Builder(batch_norm_groups=tracing.batch_norm_groups)
         self.env: dict[Any, Any] = {}
         self.place = ("", "")
@@ -140,7 +147,8 @@ class Walk:
         named.update({f"model.{n}": x for n, x in self.model.named_buffers(remove_duplicate=False)})
         first = {id(x): n for n, x in [*self.model.named_parameters(), *self.model.named_buffers()]}
         data = {**self.program.state_dict, **self.program.constants}
-        mutated = {id(named.get(n)) for n in (*signature.buffers_to_mutate.values(), *self.blocks.mutated)}
+        changed = (*signature.buffers_to_mutate.values(), *self.blocks.mutated, *(f"model.{n}" for n in self.changed))
+        mutated = {id(named.get(name)) for name in changed}
         made: dict[str, Value] = {}
         named_nodes: dict[int, list[torch.fx.Node]] = {}
         for node in nodes:
@@ -306,8 +314,14 @@ class Walk:
             elif kind == "BUFFER_MUTATION" and target in self.buffers:
                 self._change(target, node)
             else:
-                what = kind.lower().split("_mutation")[0].replace("_", " ")
-                raise ImportModelError(f"the training step changes a {what} in place, {target!r}; make a new tensor")
+                what, path = kind.lower().split("_mutation")[0].replace("_", " "), target.removeprefix("model.")
+                remedy = "Make a new tensor."
+                if what == "parameter":
+                    remedy = (
+                        "Make it a buffer if it is not trained, as an average of other weights (delattr(module, name); "
+                        "module.register_buffer(name, tensor)), or change it after the optimizer's step."
+                    )
+                raise ImportModelError(f"the training step changes a {what} in place, {path!r}", remedy)
         if with_outputs:
             self.returned = [self._operand(node) for node in losses[1:]]
         elif len(losses) != 1 or not isinstance(losses[0], torch.fx.Node):

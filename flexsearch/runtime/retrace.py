@@ -46,8 +46,9 @@ class Source:
         key = batch, evaluating
         if key not in self._forwards:
             with _mode(self._model, evaluating), _read_as(self._original(), self._model):
-                tracing = self._imported.graph.tracing
-                self._forwards[key] = import_forward(self._model, self._examples(batch)[0], tracing)
+                graph = self._imported.graph
+                changed = (*graph.buffer_updates, *graph.counters)
+                self._forwards[key] = import_forward(self._model, self._examples(batch)[0], graph.tracing, changed)
         return self._forwards[key]
 
     def _examples(self, batch: int) -> tuple[Any, Any]:

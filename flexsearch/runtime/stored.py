@@ -68,6 +68,8 @@ class Stored:
         everything = dict(model.named_parameters()) | dict(model.named_buffers())
         self.loaded = not any(x.is_meta for x in everything.values())
         """Whether the pieces have values yet."""
+        self.loads = 0
+        """How often they have got others since."""
         differs = _take_values_of_rank_0(everything, device)
         self._keep_weights(everything)
         self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
@@ -299,11 +301,12 @@ class Stored:
         buffers = [name for name in self._buffers if name in self.layouts]
         self._derive({**{name: self.whole(name) for name in buffers}, **self.other})
 
-    def constant(self, imported: Imported, name: str) -> Tensor:
-        """A constant of another graph of the same model, for the buffers that there are now."""
-        derived = imported.derived.get(name)
+    def buffers_of(self, imported: Imported) -> dict[str, Tensor]:
+        """Values that buffers now have from which constants of another graph of the same model are computed. All ranks
+        must call it."""
         values = {**self._transient, **self.other, **self._buffers}
-        return imported.constants[name] if derived is None else derive(derived, values)
+        wanted = {name for constant in imported.derived.values() for name in sources(constant)}
+        return values | {name: self.whole(name) for name in sorted(wanted & set(self.layouts))}
 
     def _derive(self, state: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Compute the constants that follow from buffers, whose values are ``state`` where that has them."""
@@ -314,6 +317,7 @@ class Stored:
                 values = derive(constant, {**self._transient, **self._buffers})
                 tensor.copy_(in_range(cut(values, whole(values.shape), box), tensor.dtype))
         self.loaded = True
+        self.loads += 1
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:

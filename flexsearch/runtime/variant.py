@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flexsearch.errors import RuntimeFailure
 from flexsearch.graph import Box, OperatorGraph
 from flexsearch.graph.export import Outputs
+from flexsearch.graph.fold import derive
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.graph.ops.calls import dtype_of
@@ -51,15 +52,33 @@ class Variant:
         self._weights, self._fixed = dict(stored.weights), dict(stored.fixed)
         for name in self._moved:
             self._make_room(name)
-        for name, box in needs_of(lowered, "constant", self.rank).items():
-            values = stored.constant(imported, name)
-            part = cut(values, whole(values.shape), box).to(stored.device, copy=True)
-            self._fixed[name] = box, in_range(part, dtype_of(lowered.graph.tensor[name].dtype))
+        self._imported, self._loads, self._buffers = imported, stored.loads, stored.buffers_of(imported)
+        self._constants = needs_of(lowered, "constant", self.rank)
+        self._fixed.update((name, (box, self._part(name, box))) for name, box in self._constants.items())
         program, wire = compile_program(lowered, self.rank, fuse), Wire(lowered, self.rank, stored.device, timeout_s)
         self.engine = Engine(program, wire, self._weights, self._fixed, lambda: None, context)
 
+    def constant(self, name: str) -> Tensor:
+        """Its value, for the buffers that there are now."""
+        derived = self._imported.derived.get(name)
+        return self._imported.constants[name] if derived is None else derive(derived, self._buffers)
+
+    def _part(self, name: str, box: Box) -> Tensor:
+        values = self.constant(name)
+        part = cut(values, whole(values.shape), box).to(self.stored.device, copy=True)
+        return in_range(part, dtype_of(self.graph.tensor[name].dtype))
+
+    def _update_constants(self) -> None:
+        """After a state has been loaded."""
+        self._loads, self._buffers = self.stored.loads, self.stored.buffers_of(self._imported)
+        for name in self._imported.derived.keys() & self._constants.keys():
+            box, tensor = self._fixed[name]
+            tensor.copy_(self._part(name, box))
+
     def run(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The results on this rank; gradients are those of the stored weights afterwards."""
+        if self._loads != self.stored.loads:
+            self._update_constants()
         fed = {name: self.fetch(name, named, need) for name, need in self._needs.items()}
         for name in self._moved:
             self._bring(name)
@@ -146,8 +165,6 @@ class ForwardPass:
         self._variant = Variant(
             imported, refit_forward(lowered, graph, made), stored, feed, batch, context, timeout_s, fuse
         )
-        self._constants = {name: stored.constant(imported, name).to(stored.device)
-                           for name in imported.outputs if graph.tensor[name].kind == "constant"}  # fmt: skip
 
     def run(self, named: Mapping[str, Tensor], seed: int, step: int) -> list[Tensor]:
         """The model's outputs on this rank. ``seed``, ``step``: of random draws."""
@@ -161,7 +178,7 @@ class ForwardPass:
         if name in results:
             return results[name].to(dtype_of(spec.dtype))
         if spec.kind == "constant":
-            return self._constants[name]
+            return variant.constant(name).to(stored.device)
         if spec.kind in ("parameter", "buffer"):
             other = stored.counters.get(name, stored.other.get(name))
             return (stored.whole(name) if other is None else other).to(stored.device)

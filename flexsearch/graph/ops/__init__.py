@@ -18,6 +18,7 @@ from flexsearch.graph.ops import (  # noqa: F401  (importing a family defines it
     histogram,
     index,
     join,
+    linalg,
     linear,
     loss,
     margin,

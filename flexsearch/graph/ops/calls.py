@@ -1,7 +1,7 @@
 """A call of a torch operator as a graph holds it: ``target``, ``args`` and ``kwargs``, written and read back.
 
-In the arguments ``{"tensor": 0}`` is operand 0, ``{"dtype": "float32"}`` a dtype, ``{"float": "-inf"}`` a number that
-JSON lacks.
+In the arguments ``{"tensor": 0}`` is operand 0, ``{"dtype": "float32"}`` a dtype, ``{"float": "-inf"}`` and
+``{"complex": [0.0, 1.0]}`` numbers that JSON lacks.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def encode_call(
             return {"dtype": dtype_name(value)}
         if isinstance(value, float) and not isfinite(value):
             return {"float": "inf" if value == inf else "-inf" if value == -inf else "nan"}
+        if isinstance(value, complex) and isfinite(value.real) and isfinite(value.imag):
+            return {"complex": [value.real, value.imag]}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise ImportModelError(f"argument {value!r} of {target} cannot be written to a graph file")
@@ -92,6 +94,8 @@ def _check_argument(value: dict[str, Any], operands: int) -> str:
         [(key, what)] = value.items()
         if key == "tensor" and isinstance(what, int) and not isinstance(what, bool) and 0 <= what < operands:
             return ""
+        if key == "complex" and isinstance(what, list) and [type(x) for x in what] == [float, float]:
+            return "" if all(map(isfinite, what)) else "a complex number must be finite"
         if (key == "dtype" and what in [*DTYPE_BYTES]) or (key == "float" and what in ("inf", "-inf", "nan")):
             return ""
     return 'an object in the arguments must be {"tensor": OPERAND}, {"dtype": NAME} or {"float": "inf"}'
@@ -156,6 +160,8 @@ def _argument(value: Any, kind: str) -> Any:
     if isinstance(value, dict):
         if "tensor" in value:
             return _Operand(value["tensor"])
+        if "complex" in value:
+            return complex(*value["complex"])
         return dtype_of(value["dtype"]) if "dtype" in value else float(value["float"])
     if isinstance(value, list):
         return [_argument(v, kind.replace("List[", "", 1).removesuffix("]")) for v in value]

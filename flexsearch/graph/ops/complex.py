@@ -98,6 +98,7 @@ class ViewAsReal(OperatorKind):
         yield Sample(lambda x, y: torch.view_as_real(torch.complex(x, y)), (rand(4, 6), rand(4, 6)))
         z: Any = torch.complex
         yield Sample(lambda x, y: (z(x, y).real, z(x, y).imag, z(x, y).conj() * x), (rand(4, 6), rand(4, 6)))
+        yield Sample(lambda x, y: torch.view_as_real((x + 1j * y) / (2 - 0.5j) + 3j), (rand(4, 6), rand(4, 6)))
         yield Sample(lambda x, y: (torch.polar(x.abs(), y) @ z(x, y).mH).abs(), (rand(4, 6), rand(4, 6)))
         yield Sample(lambda x, y: torch.linalg.vecdot(z(x, y), z(y, x)).angle(), (rand(4, 6), rand(4, 6)))
         yield Sample(lambda x, y: (z(x, y).norm(dim=1), z(x, y).abs().mean(), z(x, y).sum(0)), (rand(4, 6), rand(4, 6)))

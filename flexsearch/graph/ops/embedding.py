@@ -313,3 +313,11 @@ def _as_bags(b: Builder, x: Value, shape: tuple[int, int]) -> Value:
     if maker is not None and maker.kind == "view" and maker.inputs[0].shape == shape:
         return maker.inputs[0]
     return view(b, x, shape)
+
+
+@rewrite("embedding_renorm")
+def _embedding_renorm(b: Builder, **_: Any) -> Value:
+    raise b.error(
+        "scales rows of the table in place (max_norm)",
+        "Leave out max_norm and scale what is looked up: x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1).",
+    )
