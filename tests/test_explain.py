@@ -26,6 +26,7 @@ from flexsearch.lower import Lowered, Lowering, TaskGraph, lower_for_ranks
 from flexsearch.lower.schedule import Stages
 from flexsearch.report.choices import operator_choice, operator_data
 from flexsearch.report.differences import comparison_data
+from flexsearch.report.explain import explanation
 from flexsearch.report.path import SCREEN, by_layer, stretches
 from flexsearch.report.tables import dominates
 from flexsearch.search.alternatives import alternatives, single_changes
@@ -148,6 +149,8 @@ def test_a_step_that_is_bound_by_its_host_says_so() -> None:
     assert dominates(lowered, simulation).startswith("launching operators (host)")
     told = stretches(lowered, critical_path(lowered))[0]
     assert (told.phase, told.where) == ("launch", "host")
+    words = [part for part in explanation(Setting.of(graph, topology).explain(strategy, tries=1)) if type(part) is str]
+    assert any(part.startswith("\nThe bottleneck: hosts, which launch operators for 100 %") for part in words)
 
 
 def scaled(things: Any, **factors: float) -> tuple[Any, ...]:

@@ -193,7 +193,12 @@ def _bottleneck(explained: Explanation) -> Iterator[Told]:
     busiest = topology.resources[row[0]].name
     name = _BUSY[kind] + busiest
     share = f"; {percent(shares[kind])} of the critical path is on {kind}" if explained.steps else ""
-    yield f"\nThe bottleneck: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
+    launching = sum(step.seconds for step in explained.steps if step.launches) / total
+    head = "\nThe bottleneck"
+    if launching > max(shares.values()):
+        yield f"\nThe bottleneck: hosts, which launch operators for {percent(launching)} of the critical path"
+        head = "The busiest of the others"
+    yield f"{head}: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
     first = "link, processor or storage" if ways else "link or processor"
     made = table((first, 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS], *ways[:1]]:
