@@ -227,9 +227,11 @@ class _Waiting:
         try:
             yield
         finally:
+            if self._depth == 1:  # in this order: a signal's handler may ask in between
+                now = time.monotonic()
+                self._before_s += now - self._since_s
+                self._since_s = now
             self._depth -= 1
-            if not self._depth:
-                self._before_s += time.monotonic() - self._since_s
 
 
 _waiting: Final = _Waiting()
