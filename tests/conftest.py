@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 
 import flexsearch
 from flexsearch.cli import streams as command_streams
+from tests.costs import COSTS_S, name_of, shares
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -194,3 +196,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen[test] += 1
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+BEGAN = time.monotonic()
+LEAST_S, ENOUGH_S = 120.0, 780.0
+"""On a machine on which all would take longer than ``ENOUGH_S``, tests that take long are left out until they would
+not; none in the first ``LEAST_S``."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if os.environ.get("FLEXSEARCH_ALL_TESTS") or name_of(item) not in COSTS_S:
+        return
+    session = item.session
+    if not hasattr(session, "flexsearch_shares"):
+        session.flexsearch_shares = shares(session.items)  # type: ignore[attr-defined]
+    share = session.flexsearch_shares[item.nodeid]  # type: ignore[attr-defined]
+    passed_s = time.monotonic() - BEGAN
+    if passed_s > LEAST_S and passed_s > ENOUGH_S * share:
+        pytest.skip("slow machine: the tests would take more than 13 minutes (FLEXSEARCH_ALL_TESTS=1 runs them all)")
