@@ -182,35 +182,34 @@ suite takes less than 20 minutes on two cores, slow ones too; with FLEXSEARCH_AL
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out most cases of ``EVERY_THIRD`` and ``EVERY_FIFTH``."""
+    """Leave out most cases of ``EVERY_THIRD`` and ``EVERY_FIFTH``; note the share of time before each test."""
     if os.environ.get("FLEXSEARCH_ALL_TESTS"):
         return
     seen: Counter[str] = Counter()
     left_out: set[pytest.Item] = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        name = test.rpartition("::")[2]
+        name = name_of(item)
         every = 3 if name in EVERY_THIRD else 5 if name in EVERY_FIFTH else 1
         if seen[test] % every:
             left_out.add(item)
         seen[test] += 1
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+    SHARES.update(shares(items))
 
 
 BEGAN = time.monotonic()
 LEAST_S, ENOUGH_S = 120.0, 780.0
 """On a machine on which all would take longer than ``ENOUGH_S``, tests that take long are left out until they would
 not; none in the first ``LEAST_S``."""
+SHARES: dict[str, float] = {}
+"""What share of the whole time should have passed before each test."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.environ.get("FLEXSEARCH_ALL_TESTS") or name_of(item) not in COSTS_S:
         return
-    session = item.session
-    if not hasattr(session, "flexsearch_shares"):
-        session.flexsearch_shares = shares(session.items)  # type: ignore[attr-defined]
-    share = session.flexsearch_shares[item.nodeid]  # type: ignore[attr-defined]
     passed_s = time.monotonic() - BEGAN
-    if passed_s > LEAST_S and passed_s > ENOUGH_S * share:
+    if passed_s > LEAST_S and passed_s > ENOUGH_S * SHARES[item.nodeid]:
         pytest.skip("slow machine: the tests would take more than 13 minutes (FLEXSEARCH_ALL_TESTS=1 runs them all)")

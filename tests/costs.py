@@ -168,4 +168,5 @@ def shares(items: Sequence[pytest.Item]) -> dict[str, float]:
 
 
 def name_of(item: pytest.Item) -> str:
+    """The name of its function."""
     return item.nodeid.partition("[")[0].rpartition("::")[2]

@@ -98,7 +98,8 @@ def _check_argument(value: dict[str, Any], operands: int) -> str:
             return "" if all(map(isfinite, what)) else "a complex number must be finite"
         if (key == "dtype" and what in [*DTYPE_BYTES]) or (key == "float" and what in ("inf", "-inf", "nan")):
             return ""
-    return 'an object in the arguments must be {"tensor": OPERAND}, {"dtype": NAME} or {"float": "inf"}'
+    forms = '{"tensor": OPERAND}, {"dtype": NAME}, {"float": "inf"} or {"complex": [0.0, 1.0]}'
+    return f"an object in the arguments must be {forms}"
 
 
 class _Device:
