@@ -200,7 +200,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 BEGAN = time.monotonic()
-LEAST_S, ENOUGH_S = 120.0, 780.0
+LEAST_S, ENOUGH_S = 120.0, 690.0
 """On a machine on which all would take longer than ``ENOUGH_S``, tests that take long are left out until they would
 not; none in the first ``LEAST_S``."""
 SHARES: dict[str, float] = {}
@@ -212,4 +212,4 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     passed_s = time.monotonic() - BEGAN
     if passed_s > LEAST_S and passed_s > ENOUGH_S * SHARES[item.nodeid]:
-        pytest.skip("slow machine: the tests would take more than 13 minutes (FLEXSEARCH_ALL_TESTS=1 runs them all)")
+        pytest.skip("slow machine: the tests would take more than 11.5 minutes (FLEXSEARCH_ALL_TESTS=1 runs them all)")
