@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,6 +85,68 @@ def test_a_state_in_a_list_or_dict_is_refused_and_taken_out_again(kept: Any, wri
     assert repr(kept) == before
     import_model(Writing(kept, write, lambda kept: 0), torch.ones(4, 8))  # nothing reads it
     assert repr(kept) == before
+
+
+class Statistics:
+    """No module: a mean of activations, how many there were, and their list."""
+
+    def __init__(self) -> None:
+        self.mean, self.count, self.all = torch.zeros(8), 0, [torch.zeros(8)]
+        self.own = self  # as objects that know each other do
+
+    def note(self, y: Tensor) -> None:
+        mean = y.detach().mean(0)
+        self.mean, self.count = 0.9 * self.mean + 0.1 * mean, self.count + 1
+        self.all[0] = self.all[0] + mean
+
+
+class Observed(nn.Module):
+    """Notes its activations in an object of a list, or its loss does; computes with what ``read`` reads there."""
+
+    def __init__(self, read: Callable[[Statistics], Any], in_loss: bool) -> None:
+        super().__init__()
+        self.linear, self.read, self.in_loss, self.observers = nn.Linear(8, 8), read, in_loss, [Statistics()]
+        self.elsewhere = Statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if self.in_loss else self.told(y, self.observers[0])
+
+    def told(self, y: Tensor, statistics: Statistics) -> Tensor:
+        statistics.note(y)
+        return y.square().sum() * (1 + self.read(statistics))
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [(lambda s: s.mean.sum(), "mean"), (lambda s: s.count, "count"), (lambda s: s.all[0].sum(), "all")],
+)
+def test_a_state_in_an_object_of_python_is_refused_and_taken_out_again(
+    read: Callable[[Statistics], Any], name: str, in_loss: bool
+) -> None:
+    model = Observed(read, in_loss)
+    statistics = model.elsewhere if in_loss else model.observers[0]
+
+    class Loss:
+        """Keeps states, too."""
+
+        statistics = None
+
+        def __init__(self) -> None:
+            self.statistics = statistics
+
+        def __call__(self, y: Tensor) -> Tensor:
+            return model.told(y, statistics) if in_loss else y
+
+    before = dict(vars(statistics))
+    where = "elsewhere" if in_loss else "observers[0]"
+    with pytest.raises(ImportModelError, match=re.escape(f"'{where}.{name}', ") + ".*a buffer of a module"):
+        import_model(model, torch.ones(4, 8), Loss())
+    assert vars(statistics) == before and not statistics.all[0].any()
+    model.read = lambda s: 0  # it is written, and nothing reads it
+    import_model(model, torch.ones(4, 8), Loss())
+    assert vars(statistics) == before
 
 
 def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:

@@ -4,7 +4,7 @@ assigned, states that are attributes, and parameters whose gradients are switche
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from operator import is_
 from typing import Any, Final
@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flexsearch.errors import ImportModelError
+from flexsearch.graph.holders import Holder, leaves_of
 
 _OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 """Methods that read no values of their other operand."""
 _NEW = frozenset(name for what in ("zeros", "ones", "full", "empty") for name in (f"{what}_like", f"new_{what}"))
 """Functions that read no values of their operand."""
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SWITCHES: Final[tuple[Any, ...]] = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -55,45 +55,63 @@ class Following(TorchFunctionMode):
 
 
 class Assigned:
-    """Of the modules of a model, from ``start`` to ``settle`` of a trace. ``states``: attributes that then are other
-    tensors than before and depend on the batch or on weights, or lists and dicts that hold such ones; what a call
-    writes into a list or a dict is taken out again."""
+    """Of the modules of a model and of what they lead to (``holders``), from ``start`` to ``put_back`` of a trace.
+    ``states``: attributes that at the end are other tensors than before and depend on the batch or on weights, or lists
+    and dicts that hold such ones."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = dict(model.named_modules())
-        self.states: dict[tuple[nn.Module, str], Any] = {}
+    def __init__(self, model: nn.Module, holders: Sequence[Holder]) -> None:
+        self._modules, self._holders = dict(model.named_modules()), holders
+        self.states: dict[tuple[Holder, str], Any] = {}
 
     def start(self) -> None:
         """At the beginning of a trace."""
-        modules = self._modules.values()
-        self._buffers = {module: dict(module._buffers) for module in modules}
-        self._attributes = {module: _states_of(module) for module in modules}
-        self._containers = [_contents(x) for module in modules for x in _own(module).values() if _is_container(x)]
+        self._buffers = {module: dict(module._buffers) for module in self._modules.values()}
+        self._states = {holder: _states_of(holder) for holder in self._holders}
+        self._attributes = {holder: dict(holder.attributes) for holder in self._holders if not holder.is_module}
+        containers: dict[int, tuple[Any, Any]] = {}
+        for holder in self._holders:
+            for value in holder.own().values():
+                _note_containers(value, containers)
+        self._containers = list(containers.values())
 
     def settle(self, following: Following) -> None:
         """At its end: what was assigned to a buffer is copied into it, and buffers that the call has made go. Raises
         ImportModelError where a buffer gets another form."""
         self.states = {}
+        modules = {holder.path: holder for holder in self._holders if holder.is_module}
         for path, module in self._modules.items():
             before = self._buffers[module]
             for name, value in list(module._buffers.items()):
                 if (buffer := before.get(name)) is None:
                     _take_out(module, name, name in before)
                     if following.depends(value):
-                        self.states[module, name] = value
+                        self.states[modules[path], name] = value
                     continue
                 if value is not None and value is not buffer:
                     _copy(value, buffer, f"{path}.{name}".lstrip("."))
                 module._buffers[name] = buffer
-        self.states.update(
-            ((module, name), value)
-            for module, before in self._attributes.items()
-            for name, value in _states_of(module).items()
-            if not _same(value, before.get(name))
-            if following.depends(value) or _numbers(value) != _numbers(before.get(name))
-        )
-        for contents in self._containers:
-            _put_back(contents)
+        for holder, earlier in self._states.items():
+            for name, leaves in _states_of(holder).items():
+                known = earlier.get(name, [])
+                if len(leaves) == len(known) and all(map(is_, leaves, known)):
+                    continue
+                if following.depends(leaves) or _numbers(leaves) != _numbers(known):
+                    self.states[holder, name] = pytree.tree_map(lambda x: x, holder.attributes[name])
+
+    def put_back(self) -> None:
+        """Take out again what the call has written into lists, dicts and objects of Python."""
+        for container, before in self._containers:
+            if len(container) != len(before) or not all(map(is_, *_items(container, before))):
+                container.clear()
+                (container.update if isinstance(container, dict) else container.extend)(before)
+        for holder, attributes in self._attributes.items():
+            for name, value in [*holder.attributes.items()]:
+                if not _is_state(value) or value is attributes.get(name):
+                    continue
+                if name in attributes:
+                    holder.attributes[name] = attributes[name]
+                else:
+                    del holder.attributes[name]
 
 
 def _take_out(module: nn.Module, name: str, empty: bool) -> None:
@@ -105,50 +123,37 @@ def _take_out(module: nn.Module, name: str, empty: bool) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    """Its attributes, apart from those of every module."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-
-
-def _states_of(module: nn.Module) -> dict[str, Any]:
-    """Its attributes that are tensors or nests of tensors and numbers."""
+def _states_of(holder: Holder) -> dict[str, list[Any]]:
+    """Its attributes that are tensors or nests of tensors and numbers: what these hold."""
     return {
-        name: pytree.tree_map(lambda x: x, value)  # a copy of lists and dicts, which a call may write into
-        for name, value in _own(module).items()
+        name: list(leaves_of(value))
+        for name, value in holder.own().items()
         if isinstance(value, Tensor) or _is_container(value) or type(value) is tuple
     }
 
 
-def _numbers(tree: Any) -> list[Any]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, int | float)]
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float | tuple) or _is_container(value)
+
+
+def _numbers(leaves: list[Any]) -> list[Any]:
+    return [x for x in leaves if isinstance(x, int | float)]
 
 
 def _is_container(value: Any) -> bool:
     return isinstance(value, list | dict | deque)
 
 
-def _contents(container: Any) -> tuple[Any, Any, list[Any]]:
-    """A list or dict, a copy of it, and the same of those in it."""
-    inside = container.values() if isinstance(container, dict) else container
-    return container, copy(container), [_contents(x) for x in inside if _is_container(x)]
-
-
-def _put_back(contents: tuple[Any, Any, list[Any]]) -> None:
-    container, before, inside = contents
-    if len(container) != len(before) or not all(map(is_, *_items(container, before))):
-        container.clear()
-        (container.update if isinstance(container, dict) else container.extend)(before)
-    for other in inside:
-        _put_back(other)
+def _note_containers(value: Any, known: dict[int, tuple[Any, Any]]) -> None:
+    """Lists and dicts in a value, each with a copy of it."""
+    if _is_container(value) and id(value) not in known:
+        known[id(value)] = value, copy(value)
+        for x in value.values() if isinstance(value, dict) else value:
+            _note_containers(x, known)
 
 
 def _items(*containers: Any) -> list[list[Any]]:
     return [[y for item in x.items() for y in item] if isinstance(x, dict) else list(x) for x in containers]
-
-
-def _same(a: Any, b: Any) -> bool:
-    leaves, others = pytree.tree_leaves(a), pytree.tree_leaves(b)
-    return len(leaves) == len(others) and all(x is y for x, y in zip(leaves, others, strict=True))
 
 
 def _copy(value: Tensor, buffer: Tensor, path: str) -> None:

@@ -77,7 +77,7 @@ class Step(nn.Module):
         self.loss = loss
         self.outputs = outputs
         self.attributes = attributes
-        self.assigned = Assigned(model)
+        self.assigned = Assigned(model, attributes.holders)
         self.tracer: Tracer | None = None
         self.checks = Checks()
 
@@ -92,6 +92,7 @@ class Step(nn.Module):
             switching.settle()
             self.assigned.settle(following)
             self.attributes.note(self.assigned.states)
+            self.assigned.put_back()
             return result
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:

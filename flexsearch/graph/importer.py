@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError
 from flexsearch.graph.export import Loss, Outputs, export_step
+from flexsearch.graph.holders import Holder
 from flexsearch.graph.imported import Imported
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
@@ -134,6 +135,7 @@ def _imported(
 
     def once() -> Imported:
         with plain(model, kwargs) as notes:
+            attributes.start()
             program, blocks = export_step(model, loss, args, kwargs, targets, outputs, attributes)
         walk = Walk(program, blocks, model, tracing, changed)
         inputs = walk.arguments((args, kwargs), "input")
@@ -141,22 +143,34 @@ def _imported(
         imported = walk.run(name or type(model).__name__, inputs, of_targets, outputs is not None)
         return replace(imported, keywords=tuple(kwargs), notes=tuple(notes))
 
-    attributes = Attributes(model)
+    attributes = Attributes(model, loss)
     imported = once()
-    if attributes.changed:
-        error = attributes.error()
-        with attributes.later():
-            _check_same(imported, once(), error)
+    _check_values(attributes, imported, once)
     return imported
 
 
-def _check_same(first: Imported, second: Imported, error: ImportModelError) -> None:
-    """Raise the error unless both compute the same."""
-    same = first.graph.content_hash() == second.graph.content_hash() and all(
+def _check_values(attributes: Attributes, imported: Imported, again: Callable[[], Imported]) -> None:
+    """Raise ImportModelError if the model computes something else with what a call has changed of its attributes."""
+    changed = dict(attributes.changed)
+
+    def reads(keys: Iterable[tuple[Holder, str]]) -> bool:
+        with attributes.later({key: changed[key] for key in keys}):
+            return not _computes_the_same(imported, again())
+
+    if not changed or not reads(changed):
+        return
+    by_name: dict[str, list[tuple[Holder, str]]] = {}
+    for key in changed:
+        by_name.setdefault(key[1], []).append(key)
+    *others, last = by_name.values()
+    first, *_ = next((keys for keys in others if reads(keys)), last)
+    raise attributes.error(first, changed[first])
+
+
+def _computes_the_same(first: Imported, second: Imported) -> bool:
+    return first.graph.content_hash() == second.graph.content_hash() and all(
         torch.equal(x, second.constants[name]) for name, x in first.constants.items() if not x.is_meta
     )
-    if not same:
-        raise error
 
 
 def inputs_and_targets(batch: Any, targets: Any, loss: Loss | None) -> tuple[Any, Any]:

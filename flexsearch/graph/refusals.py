@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError
+from flexsearch.graph.holders import Holder, holders_of
 from flexsearch.graph.private import converting_by
 
 _AFTERWARDS = "Remove it, and change gradients after step(batch), before the optimizer's step."
@@ -92,59 +93,68 @@ def _any_values(x: Tensor) -> Tensor:
 
 
 class Attributes:
-    """Attributes of a model's modules that are numbers of Python, as they were; and ``changed``: those that are others
-    at the end of a trace (``torch.export`` puts them back), and attributes that then hold other tensors."""
+    """Attributes of a model's modules, and of the objects that they lead to (``holders``), that are numbers of Python,
+    as they were; and ``changed``: those that are others at the end of a trace, and attributes that then hold other
+    tensors."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {module: name for name, module in model.named_modules()}
-        self._before = self._now()
-        self.changed: dict[tuple[nn.Module, str], Any] = {}
+    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+        self.holders = holders_of(model, loss)
+        self._before: dict[tuple[Holder, str], int | float] | None = None
+        self.changed: dict[tuple[Holder, str], Any] = {}
 
-    def _now(self) -> dict[tuple[nn.Module, str], int | float]:
+    def start(self) -> None:
+        """Before the first trace, with the model as it is traced."""
+        if self._before is None:
+            self._before = self._now()
+
+    def _now(self) -> dict[tuple[Holder, str], int | float]:
         return {
-            (module, name): value
-            for module in self._names
-            for name, value in vars(module).items()
-            if type(value) in (int, float, bool) and name != "training"
+            (holder, name): value
+            for holder in self.holders
+            for name, value in holder.own().items()
+            if type(value) in (int, float, bool)
         }
 
-    def note(self, states: Mapping[tuple[nn.Module, str], Any]) -> None:
+    def note(self, states: Mapping[tuple[Holder, str], Any]) -> None:
         """At the end of a trace. ``states``: attributes that then are other tensors (``Assigned.states``)."""
         now = self._now()
+        assert self._before is not None
         self.changed = {key: now[key] for key, value in self._before.items() if key in now and now[key] != value}
         self.changed.update(states)
 
     @contextmanager
-    def later(self) -> Iterator[None]:
+    def later(self, changed: Mapping[tuple[Holder, str], Any]) -> Iterator[None]:
         """For a while, numbers are those after a call, and tensors hold other values."""
-        before = {(module, name): vars(module).get(name, _MISSING) for module, name in self.changed}
-        self._put({key: pytree.tree_map_only(Tensor, _any_values, value) for key, value in self.changed.items()})
+        before = {(holder, name): holder.attributes.get(name, _MISSING) for holder, name in changed}
+        self._put({key: pytree.tree_map_only(Tensor, _any_values, value) for key, value in changed.items()})
         try:
             yield
         finally:
             self._put(before)
 
-    def _put(self, values: Mapping[tuple[nn.Module, str], Any]) -> None:
-        for (module, name), value in values.items():
+    def _put(self, values: Mapping[tuple[Holder, str], Any]) -> None:
+        for (holder, name), value in values.items():
             if value is _MISSING:
-                vars(module).pop(name, None)
+                holder.attributes.pop(name, None)
             else:
-                vars(module)[name] = value
+                holder.attributes[name] = value
 
-    def error(self) -> ImportModelError:
-        """What to tell if the model computes something else with what is changed."""
-        module, name = next(iter(self.changed))
-        path = ".".join(filter(None, (self._names[module], name)))
-        if not isinstance(self.changed[module, name], int | float):
+    def error(self, key: tuple[Holder, str], value: Any) -> ImportModelError:
+        """What to tell if the model computes something else with what is changed: to ``value``."""
+        holder, name = key
+        path = ".".join(filter(None, (holder.path, name)))
+        others = "" if holder.is_module else " of a module"
+        if not isinstance(value, int | float):
             return ImportModelError(
                 f"the model computes with {path!r}, which each call makes anew, or writes into, for the next one: a "
                 "graph would begin with the same values for ever",
-                f"Make it a buffer, as in self.register_buffer({name!r}, torch.zeros(...)) for one tensor, and assign "
-                "that.",
+                f"Make it a buffer{others}, as in self.register_buffer({name!r}, torch.zeros(...)) for one tensor, and "
+                "assign that.",
             )
-        before = self._before[module, name]
+        before = (self._before or {})[key]
         return ImportModelError(
             f"the model computes with {path!r}, a number that each call changes (before the first it is {before}): a "
             "graph would hold one value for ever",
-            f"Make it a buffer, self.register_buffer({name!r}, torch.tensor({before})), and change it in place.",
+            f"Make it a buffer{others}, self.register_buffer({name!r}, torch.tensor({before})), and change it in "
+            "place.",
         )
