@@ -36,8 +36,8 @@ WITH_TORCH = (
     "backward", "clocks", "directions", "experts", "saved", "graph.assemble", "graph.assigned", "graph.blocks",
     "graph.checks", "graph.decompose", "graph.experts", "graph.export", "graph.fingerprint", "graph.flex",
     "graph.fold", "graph.holders", "graph.huggingface", "graph.imported", "graph.importer", "graph.loading",
-    "graph.losses", "graph.operands", "graph.prepare", "graph.private", "graph.records", "graph.refusals", "graph.regions",
-    "graph.repeats", "graph.sizes", "graph.stand_ins", "graph.walk", "graph.ops.attention_blocks",
+    "graph.losses", "graph.operands", "graph.prepare", "graph.private", "graph.records", "graph.refusals",
+    "graph.regions", "graph.repeats", "graph.sizes", "graph.stand_ins", "graph.walk", "graph.ops.attention_blocks",
     "graph.ops.attention_narrow", "graph.ops.halves", "graph.ops.loss_functions", "graph.ops.norm_functions",
     "measure", "runtime", "zoo",
 )  # fmt: skip
