@@ -251,6 +251,23 @@ def test_values_that_no_state_can_bring_are_an_error(make: Callable[[], nn.Modul
         assert problem in error and "on the CPU" in error
 
 
+def _set_up(file: str) -> int:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    step = parallelize(nn.Linear(6, 3), strategy, loss=torch.sum)
+    return step.variants.traceable().training(VAST // 2).graph.batch
+
+
+VAST = 2**40
+"""Samples that fit no memory."""
+
+
+def test_no_rank_builds_a_global_batch_to_set_a_step_up() -> None:
+    """Nor to trace it again for another batch size, or where the model has weights and the example has none."""
+    graph = import_model(nn.Linear(6, 3), torch.empty(VAST, 6, device="meta"), torch.sum)
+    file = baseline("data-parallel", graph, Topology.load("ethernet-1g:2")).to_file().model_dump_json()
+    assert pool(2).run(_set_up, file) == [VAST // 2] * 2
+
+
 def _given() -> tuple[tuple[Tensor, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 3, 6, generator=generator, dtype=torch.float64)

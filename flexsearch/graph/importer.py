@@ -40,16 +40,16 @@ def import_model(
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
     ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments (a batch as a data collator gives
-    it), with the global batch as first dimension; shapes are static. A pair (inputs, targets), as data loaders give
-    it, where ``loss`` needs targets and none are passed. ``loss``: called with the model's output and
-    ``targets`` (with the output alone if those are None) and returns a scalar; None if the model itself returns it, or
-    a mapping, dataclass or named tuple with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in
-    the mode it is in (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory. What
-    wraps it (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning.
-    ``opaque``: import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let
-    batch normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is
-    another function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation,
-    Hoffer et al., 2017). Running statistics are those of the first part, as DDP keeps its first rank's.
+    it), with the global batch as first dimension; shapes are static. A pair (inputs, targets), as data loaders give it,
+    where ``loss`` needs targets and none are passed. ``loss``: called with the model's output and ``targets`` (with the
+    output alone if those are None) and returns a scalar; None if the model itself returns it, or a mapping, dataclass
+    or named tuple with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in the mode it is in
+    (``model.train()``, ``model.eval()``), on any device; on the meta device it, and a batch, take no memory. What wraps
+    it (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning. ``opaque``:
+    import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let batch
+    normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is another
+    function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation, Hoffer et
+    al., 2017). Running statistics are those of the first part, as DDP keeps its first rank's.
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)

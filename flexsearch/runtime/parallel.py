@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from flexsearch.cost import Costs
 from flexsearch.errors import RuntimeFailure, StrategyError
@@ -153,16 +152,12 @@ def trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, 
     """Import the model again with inputs of the strategy's shapes, and check that the graph is the same. Takes longer
     than all else that :func:`parallelize` does; it serves all plans of this graph."""
     inputs, targets = inputs_and_targets(inputs, targets, loss)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    examples = {s.name: torch.zeros(s.shape, dtype=dtype_of(s.dtype), device=device) for s in strategy.inputs}
+    examples = {s.name: torch.empty(s.shape, dtype=dtype_of(s.dtype), device="meta") for s in strategy.inputs}
     if inputs is None:
         inputs = tuple(tensor for name, tensor in examples.items() if not name.startswith("target"))
     if targets is None:
         of_targets = tuple(tensor for name, tensor in examples.items() if name.startswith("target"))
         targets = of_targets[0] if len(of_targets) == 1 else of_targets or None
-    inputs, targets = pytree.tree_map_only(
-        Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x, (inputs, targets)
-    )
     planned = strategy.graph
     imported = import_with_constants(model, inputs, loss, targets=targets, name=planned.name, tracing=planned.tracing)
     traced = Traced(imported, (inputs, targets, loss))
