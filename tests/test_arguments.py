@@ -84,7 +84,7 @@ def misused(folder: str) -> dict[str, str]:
         "negative norm type": lambda: one.clip_grad_norm_(1.0, norm_type=-inf),
         "norm": lambda: one.clip_grad_norm_(nan),
         "scale": lambda: one((BATCH, TARGETS), scale="x"),
-        "data set": lambda: next(one.loader(iter([1]))),
+        "data set": lambda: one.loader(iter([1])),
         "path": lambda: one.save(None),
         "optimizer": lambda: one.save(folder, "adam"),
         "time-out": lambda: parallelize(model(), one.strategy, loss=F.cross_entropy, timeout_s=nan),

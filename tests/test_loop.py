@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,10 +14,11 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import flexsearch
 from flexsearch.cost import Costs
-from flexsearch.errors import RuntimeFailure, StrategyError
+from flexsearch.errors import ImportModelError, RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
@@ -349,8 +352,21 @@ def test_a_loader_feeds_each_rank_its_samples_and_the_smaller_last_batch() -> No
 
 def _fetched_first(file: str) -> list[float]:
     step = parallelize(Net(), read(file), loss=loss)
-    first, second, last = step.loader(Samples(), seed=3)
+    loader = step.loader(Samples(), seed=3)
+    first, second, last = loader
+    assert len(loader) == len(list(loader)) == 3 and len(step.loader(Samples(), drop_last=True)) == 2
     return [step(first).loss.item(), step(second).loss.item(), step(last, samples=4).loss.item()]
+
+
+def _epochs(file: str) -> list[list[Tensor]]:
+    step = parallelize(Net(), read(file), loss=loss)
+    loader = step.loader(Samples(), seed=3, epoch=1)
+    return [[x for x, _ in epoch] for epoch in (loader, loader, step.loader(Samples(), seed=3, epoch=2))]
+
+
+def test_a_loader_that_is_iterated_over_again_draws_the_next_epochs_order() -> None:
+    [(first, second, expected)] = pool(1).run(_epochs, plan("single", 1))
+    assert all(map(torch.equal, second, expected)) and not all(map(torch.equal, first, second))
 
 
 def test_batches_may_all_be_fetched_before_the_first_step() -> None:
@@ -369,8 +385,19 @@ def _refused(file: str) -> list[str]:
     with pytest.raises(RuntimeFailure) as error:
         step.step(*batch())
     errors.append(str(error.value))
-    with pytest.raises(RuntimeFailure, match="DTensor"):
+    for sharded in (_sharded(), FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))):
+        with pytest.raises(ImportModelError, match="has been sharded already"):
+            flexsearch.optimize(sharded, batch(), ONE_RANK, loss=loss)
+    with pytest.raises(ImportModelError, match="DTensor"):
         parallelize(_sharded(), read(file), loss=loss)
+    value = parallelize(Net(), read(file), loss=loss)(batch()).loss
+    for of_a_step in (value, value / 3, torch.amp.GradScaler("cpu").scale(value)):
+        with pytest.raises(RuntimeFailure, match="has run the backward pass already"):
+            of_a_step.backward()
+    weight = torch.ones((), requires_grad=True)
+    (value + 2 * weight).backward()  # a penalty has a gradient of its own
+    assert weight.grad == 2 and f"{value:.2f}" == f"{value.item():.2f}" and repr(value).startswith("tensor(")
+    assert all(type(x) is Tensor for x in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))))
     return errors
 
 

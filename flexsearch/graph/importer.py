@@ -20,7 +20,7 @@ from flexsearch.graph.export import Loss, Outputs, export_step
 from flexsearch.graph.imported import Imported
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
-from flexsearch.graph.prepare import plain, unwrapped
+from flexsearch.graph.prepare import plain, refuse_sharded, unwrapped
 from flexsearch.graph.refusals import Attributes
 from flexsearch.graph.walk import Walk
 
@@ -116,6 +116,7 @@ def _imported(
     if targets is not None and loss is None:
         raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
     model = unwrapped(model)
+    refuse_sharded(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         records = [type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if is_dataclass(x)]

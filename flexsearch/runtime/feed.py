@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -212,3 +212,19 @@ def load(
     loader = iter(DataLoader(cast(Dataset[Any], dataset), batch_sampler=[part for part in indices if part], **options))
     for part in indices:
         yield next(loader) if part else None
+
+
+class Loader:
+    """A rank's parts of the batches of a data set; each iteration is one epoch, and the next one another.
+
+    ``batches_of(epoch)``: the parts; ``length``: how many; ``epoch``: the first."""
+
+    def __init__(self, batches_of: Callable[[int], Iterator[Any]], length: int, epoch: int) -> None:
+        self._batches_of, self._length, self._epoch = batches_of, length, epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._batches_of(epoch)
