@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsearch import zoo
-from flexsearch.errors import ImportModelError
+from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.ops import KernelContext, OperatorKind, build_kernel, register, unregister
@@ -761,6 +762,16 @@ def test_the_check_of_a_matrix_is_left_out_as_others_are(name: str) -> None:
         return function(square, x).sum() if name == "solve" else function(square).sum()
 
     assert "linalg" in [op.kind for op in import_model(Fn(factorised, (8,)), randn(4, 8)).operators]
+
+
+def test_a_file_that_wants_a_result_that_linear_algebra_has_not_is_refused(tmp_path: Path) -> None:
+    graph = import_model(Fn(lambda x, w: torch.linalg.inv((x * w)[:, None] + torch.eye(8)).sum(), (8,)), randn(4, 8))
+    graph.save(file := tmp_path / "graph.json")
+    text = file.read_text()
+    file.write_text(changed := re.sub(r'("results": ?)\[0\]', r"\1[7]", text))
+    assert changed != text
+    with pytest.raises(FlexsearchError, match=r"attributes\.results: \[7\] are not the numbers of 1 of 2 results"):
+        OperatorGraph.load(file)
 
 
 def test_linear_algebra_that_decides_by_values_is_refused_with_a_remedy_that_works() -> None:

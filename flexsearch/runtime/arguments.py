@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from flexsearch.errors import RuntimeFailure
 from flexsearch.quantities import is_finite
@@ -36,11 +37,18 @@ def check_folder(folder: Any, optimizer: Any = None) -> None:
 
 
 def length_of(dataset: Any) -> int:
-    """Samples of a data set. Raises RuntimeFailure for one that does not say how many it has."""
+    """Samples of a data set. Raises RuntimeFailure for one that does not say how many it has, or gives none by number,
+    as a data loader."""
+    what, remedy = type(dataset).__name__, "Give a data set with __len__ and __getitem__"
+    if isinstance(dataset, DataLoader):
+        raise RuntimeFailure(
+            f"a {what} has batches, of which ranks cannot share the samples out",
+            f"{remedy}: step.loader(loader.dataset, collate_fn=loader.collate_fn).",
+        )
     try:
         return len(dataset)
     except TypeError as error:
         raise RuntimeFailure(
-            f"a {type(dataset).__name__} has no length, so that ranks cannot share its samples out",
-            "Give a data set with __len__ and __getitem__, or fetch batches yourself and call step(batch).",
+            f"a {what} has no length, so that ranks cannot share its samples out",
+            f"{remedy}, or fetch batches yourself and call step(batch).",
         ) from error
