@@ -285,6 +285,21 @@ def _fed(file: str) -> tuple[tuple[int, int], float, str]:
     return (low, high), float(loss), str(error.value)
 
 
+def _short(file: str) -> str:
+    (x, mask), targets = _given()
+    parallel = _parallel(Tokens(), file, inputs=(x, mask), loss=F.cross_entropy, targets=targets)
+    with pytest.raises(RuntimeFailure) as error:
+        parallel.step((x[:, :2], mask), targets)
+    return str(error.value)
+
+
+def test_sequences_of_another_length_are_refused_with_a_remedy() -> None:
+    (x, mask), targets = _given()
+    file = _file(Tokens(), "data-parallel", example_inputs=(x, mask), loss=F.cross_entropy, targets=targets)
+    for error in pool(2).run(_short, file):
+        assert "not float64 of shape (4, 2, 6). A plan is for one shape: pad or cut samples to it" in error
+
+
 def test_a_ranks_samples_are_counted_in_samples_where_targets_are_flattened_and_a_mask_is_shared() -> None:
     torch.manual_seed(0)
     model = Tokens()

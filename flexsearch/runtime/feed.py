@@ -30,6 +30,15 @@ def one_batch(batch: Any, more: Sequence[Any], named: Mapping[str, Any]) -> Any:
     return (batch, *more) if more else batch
 
 
+_OTHER_SHAPE = (
+    "A plan is for one shape: pad or cut samples to it (of Hugging Face: padding='max_length'), or plan for another."
+)
+_FEWER_SAMPLES = (
+    "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if the batch is "
+    "smaller than the plan's."
+)
+
+
 class Feed:
     """How batches reach the ranks. ``samples[r]``: [low, high) of the global batch's samples that rank r needs."""
 
@@ -152,15 +161,15 @@ class Feed:
         if rows:
             shapes.setdefault((high - low, *size[1:]), f"rows {low} to {high} of it")
         wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
-        smaller = rows and tuple(tensor.shape[1:]) == size[1:] and tensor.shape[0] < size[0]
+        remedy = ""
+        if tensor.dim() == len(size) and tuple(tensor.shape[1:]) != size[1:]:
+            remedy = _OTHER_SHAPE
+        elif rows and tensor.dim() and tensor.shape[0] < size[0]:
+            remedy = _FEWER_SAMPLES
         raise RuntimeFailure(
             f"{name} must be {self.graph.tensor[name].dtype} of shape {wanted}, not "
-            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}",
-            "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if the "
-            "batch is smaller than the plan's."
-            if smaller
-            else "",
-        )
+            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}", remedy,
+        )  # fmt: skip
 
 
 def _tensors(tree: Any) -> list[Tensor]:
