@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import flexsearch
 from flexsearch.errors import FlexsearchError
@@ -40,7 +40,7 @@ def optimize(net: Any = None, inputs: Any = BATCH, **options: Any) -> Strategy:
 
 
 def told(call: Callable[[], object]) -> str:
-    with pytest.raises(FlexsearchError) as error:
+    with pytest.raises((FlexsearchError, AttributeError)) as error:
         call()
     return str(error.value)
 
@@ -86,7 +86,8 @@ def misused(folder: str) -> dict[str, str]:
         "norm": lambda: one.clip_grad_norm_(nan),
         "scale": lambda: one((BATCH, TARGETS), scale="x"),
         "data set": lambda: one.loader(iter([1])),
-        "data loader": lambda: one.loader(DataLoader([1, 2])),
+        "module": lambda: one.eval(),
+        "data loader": lambda: one.loader(DataLoader(TensorDataset(BATCH))),
         "unknown": lambda: one.load_state_dict({**model().state_dict(), "other": BATCH}),
         "path": lambda: one.save(None),
         "optimizer": lambda: one.save(folder, "adam"),
@@ -110,6 +111,7 @@ def test_a_step_refuses_what_makes_no_sense_and_goes_on(tmp_path: Path) -> None:
         "state": "a state is a dict of tensors by name, not a NoneType", "value": "'weight' is a float in the state",
         "norm type": "norm_type=0 is no norm", "negative norm type": "norm_type=-inf is no norm",
         "norm": "max_norm=nan", "scale": "cannot be scaled by 'x'", "data set": "a list_iterator has no length",
+        "module": "has no 'eval'. Use `with step.evaluating()",
         "data loader": "step.loader(loader.dataset", "unknown": "has 'other', which this model has not",
         "path": "NoneType is no path of a folder", "optimizer": "a str is no optimizer",
         "time-out": "timeout_s=nan is no time", "no time": "timeout_s=0 is no time",

@@ -11,6 +11,21 @@ from torch.utils.data import DataLoader
 from flexsearch.errors import RuntimeFailure
 from flexsearch.quantities import is_finite
 
+_INSTEAD = {
+    "train": "Steps train the model in the mode that it was planned in; predict in `with step.evaluating():`.",
+    "eval": "Use `with step.evaluating(): step.forward(batch)`.",
+    "zero_grad": "Call optimizer.zero_grad().",
+    "no_sync": "Gradients add up over calls as they are: step(batch, scale=1 / k), and the optimizer's step after k.",
+    "to": "The plan says on which devices, and in which precision, weights are.",
+    "module": "state_dict() and named_parameters() have the names of the model itself.",
+}
+"""What a loop for a module or for DistributedDataParallel calls -> what it calls here."""
+
+
+def absent(name: str) -> AttributeError:
+    """The error for an attribute that a step has not."""
+    return AttributeError(f"a step is no nn.Module and has no {name!r}. {_INSTEAD.get(name, '')}".rstrip())
+
 
 def check_scale(scale: Any) -> None:
     """Raise RuntimeFailure for what gradients cannot be multiplied by."""

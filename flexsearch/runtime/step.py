@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from flexsearch.graph import Interval, OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
-from flexsearch.runtime.arguments import check_scale, check_steps, length_of
+from flexsearch.runtime.arguments import absent, check_scale, check_steps, length_of
 from flexsearch.runtime.batch_size import BatchSize
 from flexsearch.runtime.clip import check_norm, scale_to, total_norm
 from flexsearch.runtime.engine import Engine
@@ -279,6 +279,11 @@ class Parallel(Persistent):
                 "a trace is of steps that all ranks take together, and here workers do not wait for each other",
                 "Trace another plan, or leave out the trace.",
             )
+
+    if not TYPE_CHECKING:  # which would take any name for known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a copy would train the original's weights."""
