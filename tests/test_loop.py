@@ -23,6 +23,7 @@ from flexsearch.graph.importer import Imported, import_model, import_with_consta
 from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.runtime.retrace import Source
+from flexsearch.setting import Setting
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -480,6 +481,25 @@ def test_a_strategy_remembers_the_example_that_it_was_optimized_for() -> None:
     inputs, targets, own = strategy.example
     assert inputs.is_meta and inputs.shape == (BATCH, 4) and targets.shape == (BATCH,) and own is loss
     assert "example" not in strategy.to_file().model_dump()
+
+
+def _planned() -> tuple[list[str], list[float | None], int]:
+    """What two searches find on this rank, and how many it makes itself."""
+    searched: list[Any] = []
+    own = Setting.search
+    Setting.search = lambda *given, **more: searched.append(own(*given, **more)) or searched[-1]  # type: ignore
+    try:
+        plans = [flexsearch.optimize(Net(), batch(), "ethernet-1g:2", loss=loss, budget=5, processes=1) for _ in "ab"]
+    finally:
+        Setting.search = own  # type: ignore[method-assign]
+    assert all(p.example is not None and p.example[2] is loss for p in plans)
+    return [p.content_hash() for p in plans], [p.prediction and p.prediction.iteration_s for p in plans], len(searched)
+
+
+def test_the_first_rank_searches_for_all() -> None:
+    """Times as budget may give each rank another plan, and all would search on the same cores."""
+    first, second = pool(2).run(_planned)
+    assert first[:2] == second[:2] and (first[2], second[2]) == (2, 0)
 
 
 def _digests(files: list[str], graph: Imported) -> tuple[list[str], str]:
