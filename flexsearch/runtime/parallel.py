@@ -12,7 +12,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import ImportModelError, RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_with_constants, inputs_and_targets
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.prepare import unwrapped
+from flexsearch.graph.prepare import refuse_sharded, unwrapped
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.group import agree, join
 from flexsearch.runtime.initialise import Initialise
@@ -150,6 +150,7 @@ def trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, 
         of_targets = tuple(tensor for name, tensor in examples.items() if name.startswith("target"))
         targets = of_targets[0] if len(of_targets) == 1 else of_targets or None
     planned = strategy.graph
+    refuse_sharded(unwrapped(model))
     try:
         imported = import_with_constants(
             model, inputs, loss, targets=targets, name=planned.name, tracing=planned.tracing
