@@ -23,6 +23,7 @@ from flexsearch.graph.importer import Imported, import_model, import_with_consta
 from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.runtime.retrace import Source
+from flexsearch.runtime.sharing import of_first_rank
 from flexsearch.setting import Setting
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
@@ -500,6 +501,26 @@ def test_the_first_rank_searches_for_all() -> None:
     """Times as budget may give each rank another plan, and all would search on the same cores."""
     first, second = pool(2).run(_planned)
     assert first[:2] == second[:2] and (first[2], second[2]) == (2, 0)
+
+
+def _on_its_own() -> list[str]:
+    """Answers to two questions: at the first the first rank fails, and the second one it is not asked."""
+    rank = torch.distributed.get_rank()
+
+    def answer() -> str:
+        if rank == 0:
+            raise ValueError
+        return "own"
+
+    if rank == 0:
+        with pytest.raises(ValueError):
+            of_first_rank(answer, "failing", 60.0)
+        return []
+    return [of_first_rank(answer, "failing", 60.0), of_first_rank(answer, "unasked", 0.1)]
+
+
+def test_ranks_answer_for_themselves_where_the_first_one_does_not() -> None:
+    assert pool(2).run(_on_its_own) == [[], ["own", "own"]]
 
 
 def _digests(files: list[str], graph: Imported) -> tuple[list[str], str]:
