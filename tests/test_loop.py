@@ -484,7 +484,7 @@ def test_a_strategy_remembers_the_example_that_it_was_optimized_for() -> None:
     assert "example" not in strategy.to_file().model_dump()
 
 
-def _planned() -> tuple[list[str], list[float | None], int]:
+def _planned() -> tuple[list[str], list[float], int]:
     """What two searches find on this rank, and how many it makes itself."""
     searched: list[Any] = []
     own = Setting.search
@@ -494,7 +494,7 @@ def _planned() -> tuple[list[str], list[float | None], int]:
     finally:
         Setting.search = own  # type: ignore[method-assign]
     assert all(p.example is not None and p.example[2] is loss for p in plans)
-    return [p.content_hash() for p in plans], [p.prediction and p.prediction.iteration_s for p in plans], len(searched)
+    return [p.content_hash() for p in plans], [p.prediction.iteration_s for p in plans if p.prediction], len(searched)
 
 
 def test_the_first_rank_searches_for_all() -> None:

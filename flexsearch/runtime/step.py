@@ -42,7 +42,8 @@ from flexsearch.runtime.variant import Variant, Variants
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Any]
+"""Of the model's output, and of targets if there are any: a scalar, or a record whose "loss" is one."""
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 Example = tuple[Any, Any, Loss | None]
 """Inputs and targets, nested as at import, and the loss."""
