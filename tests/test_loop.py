@@ -465,6 +465,27 @@ def test_what_a_plan_would_not_heed_is_refused() -> None:
         assert word in error
 
 
+class Named(Net):
+    """Takes its input by name only."""
+
+    def forward(self, *, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(x)
+
+
+def _by_name(file: str) -> float:
+    with pytest.raises(ImportModelError, match=r"by name, or nested, pass an example batch: .*inputs=batch"):
+        parallelize(Named(), read(file), loss=loss)
+    x, target = batch()
+    return parallelize(Named(), read(file), loss=loss, inputs={"x": x}, targets=target)(({"x": x}, target)).loss.item()
+
+
+def test_a_plan_from_a_file_says_when_it_needs_an_example() -> None:
+    x, target = batch()
+    graph = import_model(Named(), {"x": x}, loss, targets=target)
+    file = baseline("single", graph, ONE_RANK).to_file().model_dump_json()
+    assert pool(1).run(_by_name, file) == pytest.approx([loss(Net()(x), target)["loss"].item()], rel=1e-9)
+
+
 def _wrapped(file: str) -> float:
     wrapped = torch.compile(nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True))
     return parallelize(wrapped, read(file), loss=loss)(batch()).loss.item()
