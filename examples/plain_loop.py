@@ -30,7 +30,7 @@ def main(epochs: int = 3, batch: int = 32) -> tuple[float, float]:
     """Train; returns the loss of the last step and the accuracy on other data."""
     model, training, test = classifier(), data(200, 1), data(48, 2)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    # A number of proposals as budget gives the same plan on every rank; or plan once, and Strategy.load("plan.json").
+    # The first rank searches, and the others get its plan; or plan once, and Strategy.load("plan.json").
     plan = flexsearch.optimize(
         model, training[:batch], f"ethernet-1g:{ranks}", loss=F.cross_entropy, budget=200, processes=1
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -9,13 +10,14 @@ from flexsearch.cost import Profile
 from flexsearch.errors import StrategyError, UsageError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import is_finite
+from flexsearch.ranks import is_rank
 from flexsearch.search.hybrid import HybridResult
 from flexsearch.search.outcome import SearchResult
 from flexsearch.setting import Setting, parse_budget
 from flexsearch.simulate import Simulation, over_memory
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.spaces import Space, prefers_layout, search_both
-from flexsearch.strategy import Options, Prediction, Strategy
+from flexsearch.strategy import Options, Prediction, Strategy, StrategyFile
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
     from flexsearch.report import PlanRow
     from flexsearch.runtime.parallel import Loss
+
+LONGER_S = 600.0
+"""How much longer than the budget other ranks wait for what the first one finds: it may have to compile."""
 
 
 def optimize(
@@ -49,7 +54,8 @@ def optimize(
     ``inputs``, ``loss``, ``targets``: as for ``import_model``, so that ``inputs`` can be a batch as a data loader gives
     it; it is the global one. ``parallelize`` takes them from the strategy. A graph may be given instead of a model.
     ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
-    On several ranks give a number of proposals, or optimize once and save. ``start``: a strategy to go on from.
+    Under torchrun, and where a process group is there, rank 0 searches and the others get its strategy; elsewhere give
+    a number of proposals on several ranks, or optimize once and save. ``start``: a strategy to go on from.
     ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
     None: one for each core. ``weight_gradients``: also plans in which gradients of weights have splits of their own.
     ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
@@ -76,12 +82,32 @@ def optimize(
 
     if start is not None or pins:  # both are about splits
         space = "splits" if space == "free" else space
-    splits, layouts = _searched(setting, space, budget, search_splits, search_layouts)
-    strategy = _preferred(splits, layouts, margin, cluster)
-    if allow:
-        strategy = _with_recipe(setting, strategy, allow)
+
+    def search() -> Strategy:
+        splits, layouts = _searched(setting, space, budget, search_splits, search_layouts)
+        strategy = _preferred(splits, layouts, margin, cluster)
+        return _with_recipe(setting, strategy, allow) if allow else strategy
+
+    asked = (budget, seed, pins, margin, options, space, weight_gradients, allow)
+    strategy = _of_first_rank(search, repr((graph.content_hash(), cluster.content_hash(), *asked)), budget)
     strategy.example = example
     return strategy
+
+
+def _of_first_rank(search: Callable[[], Strategy], asked: str, budget: str | float) -> Strategy:
+    """What ``search`` finds: on one of several ranks, what it finds on the first."""
+    if not is_rank() and "torch" not in sys.modules:
+        return search()
+    from flexsearch.runtime.sharing import of_first_rank
+
+    own: list[Strategy] = []
+
+    def make() -> str:
+        own.append(search())
+        return own[0].to_file().model_dump_json()
+
+    text = of_first_rank(make, asked, LONGER_S + (parse_budget(budget)[0] or 0.0))
+    return own[0] if own else Strategy.from_file(StrategyFile.model_validate_json(text))
 
 
 def _graph_and_example(

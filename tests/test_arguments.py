@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import flexsearch
 from flexsearch.errors import FlexsearchError
@@ -39,7 +40,7 @@ def optimize(net: Any = None, inputs: Any = BATCH, **options: Any) -> Strategy:
 
 
 def told(call: Callable[[], object]) -> str:
-    with pytest.raises(FlexsearchError) as error:
+    with pytest.raises((FlexsearchError, AttributeError)) as error:
         call()
     return str(error.value)
 
@@ -84,7 +85,10 @@ def misused(folder: str) -> dict[str, str]:
         "negative norm type": lambda: one.clip_grad_norm_(1.0, norm_type=-inf),
         "norm": lambda: one.clip_grad_norm_(nan),
         "scale": lambda: one((BATCH, TARGETS), scale="x"),
-        "data set": lambda: next(one.loader(iter([1]))),
+        "data set": lambda: one.loader(iter([1])),
+        "module": lambda: one.eval(),
+        "data loader": lambda: one.loader(DataLoader(TensorDataset(BATCH))),
+        "unknown": lambda: one.load_state_dict({**model().state_dict(), "other": BATCH}),
         "path": lambda: one.save(None),
         "optimizer": lambda: one.save(folder, "adam"),
         "time-out": lambda: parallelize(model(), one.strategy, loss=F.cross_entropy, timeout_s=nan),
@@ -107,6 +111,8 @@ def test_a_step_refuses_what_makes_no_sense_and_goes_on(tmp_path: Path) -> None:
         "state": "a state is a dict of tensors by name, not a NoneType", "value": "'weight' is a float in the state",
         "norm type": "norm_type=0 is no norm", "negative norm type": "norm_type=-inf is no norm",
         "norm": "max_norm=nan", "scale": "cannot be scaled by 'x'", "data set": "a list_iterator has no length",
+        "module": "has no 'eval'. Use `with step.evaluating()",
+        "data loader": "step.loader(loader.dataset", "unknown": "has 'other', which this model has not",
         "path": "NoneType is no path of a folder", "optimizer": "a str is no optimizer",
         "time-out": "timeout_s=nan is no time", "no time": "timeout_s=0 is no time",
         "model": "needs a model, not a NoneType", "seed": "seed='x' is no seed",

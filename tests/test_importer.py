@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsearch import zoo
-from flexsearch.errors import ImportModelError
+from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import Box, OperatorGraph, Tracing, whole_piece
 from flexsearch.graph.importer import Imported, import_model, import_with_constants, load_callable
 from flexsearch.graph.ops import KernelContext, OperatorKind, build_kernel, register, unregister
@@ -761,6 +761,16 @@ def test_the_check_of_a_matrix_is_left_out_as_others_are(name: str) -> None:
         return function(square, x).sum() if name == "solve" else function(square).sum()
 
     assert "linalg" in [op.kind for op in import_model(Fn(factorised, (8,)), randn(4, 8)).operators]
+
+
+def test_a_file_that_wants_a_result_that_linear_algebra_has_not_is_refused(tmp_path: Path) -> None:
+    graph = import_model(Fn(lambda x, w: torch.linalg.inv((x * w)[:, None] + torch.eye(8)).sum(), (8,)), randn(4, 8))
+    graph.save(file := tmp_path / "graph.json")
+    text = file.read_text()
+    assert '"results": [0, 1]' in text
+    file.write_text(text.replace('"results": [0, 1]', '"results": [0, 7]'))
+    with pytest.raises(FlexsearchError, match=r"attributes\.results: \[0, 7\] are not the numbers of 2 of 2 results"):
+        OperatorGraph.load(file)
 
 
 def test_linear_algebra_that_decides_by_values_is_refused_with_a_remedy_that_works() -> None:

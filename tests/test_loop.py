@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,14 +14,17 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import flexsearch
 from flexsearch.cost import Costs
-from flexsearch.errors import RuntimeFailure, StrategyError
+from flexsearch.errors import ImportModelError, RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.lower import Lowered, lower
 from flexsearch.runtime.parallel import Parallel, distribute, parallelize
 from flexsearch.runtime.retrace import Source
+from flexsearch.runtime.sharing import of_first_rank
+from flexsearch.setting import Setting
 from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
@@ -349,8 +354,21 @@ def test_a_loader_feeds_each_rank_its_samples_and_the_smaller_last_batch() -> No
 
 def _fetched_first(file: str) -> list[float]:
     step = parallelize(Net(), read(file), loss=loss)
-    first, second, last = step.loader(Samples(), seed=3)
+    loader = step.loader(Samples(), seed=3)
+    first, second, last = loader
+    assert len(loader) == len(list(loader)) == 3 and len(step.loader(Samples(), drop_last=True)) == 2
     return [step(first).loss.item(), step(second).loss.item(), step(last, samples=4).loss.item()]
+
+
+def _epochs(file: str) -> list[list[Tensor]]:
+    step = parallelize(Net(), read(file), loss=loss)
+    loader = step.loader(Samples(), seed=3, epoch=1)
+    return [[x for x, _ in epoch] for epoch in (loader, loader, step.loader(Samples(), seed=3, epoch=2))]
+
+
+def test_a_loader_that_is_iterated_over_again_draws_the_next_epochs_order() -> None:
+    [(first, second, expected)] = pool(1).run(_epochs, plan("single", 1))
+    assert all(map(torch.equal, second, expected)) and not all(map(torch.equal, first, second))
 
 
 def test_batches_may_all_be_fetched_before_the_first_step() -> None:
@@ -369,8 +387,19 @@ def _refused(file: str) -> list[str]:
     with pytest.raises(RuntimeFailure) as error:
         step.step(*batch())
     errors.append(str(error.value))
-    with pytest.raises(RuntimeFailure, match="DTensor"):
+    for sharded in (_sharded(), FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"))):
+        with pytest.raises(ImportModelError, match="has been sharded already"):
+            flexsearch.optimize(sharded, batch(), ONE_RANK, loss=loss)
+    with pytest.raises(ImportModelError, match="DTensor"):
         parallelize(_sharded(), read(file), loss=loss)
+    value = parallelize(Net(), read(file), loss=loss)(batch()).loss
+    for of_a_step in (value, value / 3, torch.amp.GradScaler("cpu").scale(value)):
+        with pytest.raises(RuntimeFailure, match="has run the backward pass already"):
+            of_a_step.backward()
+    weight = torch.ones((), requires_grad=True)
+    (value + 2 * weight).backward()  # a penalty has a gradient of its own
+    assert weight.grad == 2 and f"{value:.2f}" == f"{value.item():.2f}" and repr(value).startswith("tensor(")
+    assert all(type(x) is Tensor for x in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))))
     return errors
 
 
@@ -436,6 +465,27 @@ def test_what_a_plan_would_not_heed_is_refused() -> None:
         assert word in error
 
 
+class Named(Net):
+    """Takes its input by name only."""
+
+    def forward(self, *, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(x)
+
+
+def _by_name(file: str) -> float:
+    with pytest.raises(ImportModelError, match=r"by name, or nested, pass an example batch: .*inputs=batch"):
+        parallelize(Named(), read(file), loss=loss)
+    x, target = batch()
+    return parallelize(Named(), read(file), loss=loss, inputs={"x": x}, targets=target)(({"x": x}, target)).loss.item()
+
+
+def test_a_plan_from_a_file_says_when_it_needs_an_example() -> None:
+    x, target = batch()
+    graph = import_model(Named(), {"x": x}, loss, targets=target)
+    file = baseline("single", graph, ONE_RANK).to_file().model_dump_json()
+    assert pool(1).run(_by_name, file) == pytest.approx([loss(Net()(x), target)["loss"].item()], rel=1e-9)
+
+
 def _wrapped(file: str) -> float:
     wrapped = torch.compile(nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True))
     return parallelize(wrapped, read(file), loss=loss)(batch()).loss.item()
@@ -453,6 +503,45 @@ def test_a_strategy_remembers_the_example_that_it_was_optimized_for() -> None:
     inputs, targets, own = strategy.example
     assert inputs.is_meta and inputs.shape == (BATCH, 4) and targets.shape == (BATCH,) and own is loss
     assert "example" not in strategy.to_file().model_dump()
+
+
+def _planned() -> tuple[list[str], list[float], int]:
+    """What two searches find on this rank, and how many it makes itself."""
+    searched: list[Any] = []
+    own = Setting.search
+    Setting.search = lambda *given, **more: searched.append(own(*given, **more)) or searched[-1]  # type: ignore
+    try:
+        plans = [flexsearch.optimize(Net(), batch(), "ethernet-1g:2", loss=loss, budget=5, processes=1) for _ in "ab"]
+    finally:
+        Setting.search = own  # type: ignore[method-assign]
+    assert all(p.example is not None and p.example[2] is loss for p in plans)
+    return [p.content_hash() for p in plans], [p.prediction.iteration_s for p in plans if p.prediction], len(searched)
+
+
+def test_the_first_rank_searches_for_all() -> None:
+    """Times as budget may give each rank another plan, and all would search on the same cores."""
+    first, second = pool(2).run(_planned)
+    assert first[:2] == second[:2] and (first[2], second[2]) == (2, 0)
+
+
+def _on_its_own() -> list[str]:
+    """Answers to two questions: at the first the first rank fails, and the second one it is not asked."""
+    rank = torch.distributed.get_rank()
+
+    def answer() -> str:
+        if rank == 0:
+            raise ValueError
+        return "own"
+
+    if rank == 0:
+        with pytest.raises(ValueError):
+            of_first_rank(answer, "failing", 60.0)
+        return []
+    return [of_first_rank(answer, "failing", 60.0), of_first_rank(answer, "unasked", 0.1)]
+
+
+def test_ranks_answer_for_themselves_where_the_first_one_does_not() -> None:
+    assert pool(2).run(_on_its_own) == [[], ["own", "own"]]
 
 
 def _digests(files: list[str], graph: Imported) -> tuple[list[str], str]:

@@ -254,3 +254,19 @@ def test_a_fault_of_the_model_in_the_ranks_is_told_once(cli: Cli) -> None:
     error = ran.json["error"]
     assert error["kind"] == "import_model_error" and "faulty.py:exits ended the process" in error["message"]
     assert ran.err.count("sys.exit(7)") == 1
+
+
+MISLABELLED = """import torch
+from flexsearch.zoo import lenet
+def build():
+    model, inputs, targets, loss = lenet()
+    return model, inputs, torch.full(targets.shape, 99), loss
+"""
+
+
+def test_a_batch_on_which_the_model_fails_is_no_bug_of_flexsearch(cli: Cli) -> None:
+    plan()
+    Path("mine.py").write_text(MISLABELLED)
+    ran = cli("run", "-n", 2, "plan.json", "--model", "mine.py:build")
+    clean(ran)
+    assert "IndexError: Target 99 is out of bounds." in ran.err and "bug of flexsearch" not in ran.err

@@ -40,7 +40,7 @@ SEED = os.environ.get("FLEXSEARCH_NUMERICS_SEED")
 """Other cases than CI's fixed ones."""
 
 CASES = int(os.environ.get("FLEXSEARCH_NUMERICS_CASES", "4"))
-"""Random strategies for each model; thousands offline, a few hundred in all in CI."""
+"""Random strategies for each model; thousands offline, about a hundred in all in CI, with those of other files."""
 
 COSTLY = {
     "recurrent": 2, "towers": 2, "lookups": 2, "rotary": 2,

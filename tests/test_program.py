@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from collections.abc import Collection
@@ -9,10 +10,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.importer import Imported, import_with_constants
+from flexsearch.graph.importer import Imported, import_model, import_with_constants
 from flexsearch.lower import lower, lower_for_ranks
 from flexsearch.lower.rows import BACKWARD
 from flexsearch.runtime import liveness
@@ -239,11 +241,19 @@ def test_receives_are_posted_ahead_within_a_limit_and_never_behind_their_tasks(m
 
 def test_the_listing_shows_what_the_rank_runs() -> None:
     for program in drawn(4):
-        lines = listing(program).splitlines()
+        ast.parse(text := listing(program))
+        lines = text.splitlines()
         for what, kind in (("post(", Post), ("wait(", Wait), ("del ", Free), ("empty(", Empty)):
             assert sum(line.strip().startswith(what) for line in lines) == sum(
                 isinstance(i, kind) for i in program.instructions
             )
+
+
+def test_the_listing_is_python_for_layers_whose_names_are_numbers_too() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    graph, topology = import_model(layers, torch.zeros(4, 4), torch.sum), Topology.load("ethernet-1g:2")
+    lowered = lower(graph, baseline("megatron", graph, topology), topology, Costs(graph, topology))
+    ast.parse(listing(compile_program(lowered, 1)))
 
 
 def test_what_one_device_does_is_one_segment() -> None:

@@ -251,6 +251,23 @@ def test_values_that_no_state_can_bring_are_an_error(make: Callable[[], nn.Modul
         assert problem in error and "on the CPU" in error
 
 
+def _set_up(file: str) -> int:
+    strategy = Strategy.from_file(StrategyFile.model_validate_json(file))
+    step = parallelize(nn.Linear(6, 3), strategy, loss=torch.sum)
+    return step.variants.traceable().training(VAST // 2).graph.batch
+
+
+VAST = 2**40
+"""Samples that fit no memory."""
+
+
+def test_no_rank_builds_a_global_batch_to_set_a_step_up() -> None:
+    """Nor to trace it again for another batch size, or where the model has weights and the example has none."""
+    graph = import_model(nn.Linear(6, 3), torch.empty(VAST, 6, device="meta"), torch.sum)
+    file = baseline("data-parallel", graph, Topology.load("ethernet-1g:2")).to_file().model_dump_json()
+    assert pool(2).run(_set_up, file) == [VAST // 2] * 2
+
+
 def _given() -> tuple[tuple[Tensor, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(4, 3, 6, generator=generator, dtype=torch.float64)
@@ -266,6 +283,21 @@ def _fed(file: str) -> tuple[tuple[int, int], float, str]:
     with pytest.raises(RuntimeFailure) as error:
         parallel.step((x[low:high], mask[:1]), targets)
     return (low, high), float(loss), str(error.value)
+
+
+def _short(file: str) -> str:
+    (x, mask), targets = _given()
+    parallel = _parallel(Tokens(), file, inputs=(x, mask), loss=F.cross_entropy, targets=targets)
+    with pytest.raises(RuntimeFailure) as error:
+        parallel.step((x[:, :2], mask), targets)
+    return str(error.value)
+
+
+def test_sequences_of_another_length_are_refused_with_a_remedy() -> None:
+    (x, mask), targets = _given()
+    file = _file(Tokens(), "data-parallel", example_inputs=(x, mask), loss=F.cross_entropy, targets=targets)
+    for error in pool(2).run(_short, file):
+        assert "not float64 of shape (4, 2, 6). A plan is for one shape: pad or cut samples to it" in error
 
 
 def test_a_ranks_samples_are_counted_in_samples_where_targets_are_flattened_and_a_mask_is_shared() -> None:

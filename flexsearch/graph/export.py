@@ -31,7 +31,8 @@ from flexsearch.graph.regions import Detaching, drop_needless_detach, keep_layer
 from flexsearch.graph.repeats import Tracer, traced
 from flexsearch.graph.stand_ins import StandIns, on_one_device
 
-Loss = Callable[..., torch.Tensor]
+Loss = Callable[..., Any]
+"""Of the model's output, and of targets if there are any: a scalar, or a record whose "loss" is one."""
 
 
 _TENSOR = object()

@@ -21,7 +21,7 @@ from flexsearch.graph.holders import Holder
 from flexsearch.graph.imported import Imported
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.graph.model import OperatorGraph, Tracing
-from flexsearch.graph.prepare import plain, unwrapped
+from flexsearch.graph.prepare import plain, refuse_sharded, unwrapped
 from flexsearch.graph.refusals import Attributes
 from flexsearch.graph.walk import Walk
 
@@ -41,16 +41,16 @@ def import_model(
     """The operator graph of one training step, ``loss(model(*example_inputs), targets)``.
 
     ``example_inputs``: a tensor, a tuple of arguments or a dict of keyword arguments (a batch as a data collator gives
-    it), with the global batch as first dimension; shapes are static. A pair (inputs, targets), as data loaders give
-    it, where ``loss`` needs targets and none are passed. ``loss``: called with the model's output and
-    ``targets`` (with the output alone if those are None) and returns a scalar; None if the model itself returns it, or
-    a mapping, dataclass or named tuple with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in
-    the mode it is in (``model.train()``, ``model.eval()``), on any device; on the meta device it takes no memory. What
-    wraps it (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning.
-    ``opaque``: import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let
-    batch normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is
-    another function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation,
-    Hoffer et al., 2017). Running statistics are those of the first part, as DDP keeps its first rank's.
+    it), with the global batch as first dimension; shapes are static. A pair (inputs, targets), as data loaders give it,
+    where ``loss`` needs targets and none are passed. ``loss``: called with the model's output and ``targets`` (with the
+    output alone if those are None) and returns a scalar; None if the model itself returns it, or a mapping, dataclass
+    or named tuple with an item "loss" (``ModelOutput`` of Hugging Face). The model is traced in the mode it is in
+    (``model.train()``, ``model.eval()``), on any device; on the meta device it, and a batch, take no memory. What wraps
+    it (``torch.compile``, DistributedDataParallel) is taken off; a KV cache is turned off, with a warning. ``opaque``:
+    import operators outside the table unsplittable instead of refusing them. ``batch_norm_groups``: let batch
+    normalisation in training take the statistics of so many equal parts of the batch, each on its own, which is another
+    function than that of the whole batch: what DDP over as many ranks computes (ghost batch normalisation, Hoffer et
+    al., 2017). Running statistics are those of the first part, as DDP keeps its first rank's.
     Raises ImportModelError that names the operator, the layer and the line.
     """
     tracing = _tracing(opaque, batch_norm_groups)
@@ -117,6 +117,7 @@ def _imported(
     if targets is not None and loss is None:
         raise ImportModelError("targets were given without a loss; give loss=..., or pass them as inputs of the model")
     model = unwrapped(model)
+    refuse_sharded(model)
     args, kwargs = _arguments(example_inputs)
     if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
         records = [type(x).__name__ for x in pytree.tree_leaves((args, kwargs)) if is_dataclass(x)]

@@ -31,6 +31,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise ImportModelError for a model that PyTorch has sharded already."""
+    modules = (f"layer {name!r}" if name else "the model" for name, module in model.named_modules()
+               if type(module).__name__ == "FullyShardedDataParallel")  # fmt: skip
+    tensors = (f"{name!r} is a DTensor" for name, tensor in model.named_parameters() if hasattr(tensor, "placements"))
+    first = next((f"{what} is wrapped in FullyShardedDataParallel" for what in modules), None) or next(tensors, None)
+    if first is not None:
+        raise ImportModelError(
+            f"{first}: the model has been sharded already (fully_shard, FSDP, parallelize_module)",
+            "Give the plain model; the plan shards it.",
+        )
+
+
 CACHE = "use_cache is turned off: the keys and values of earlier calls play no part in training"
 
 

@@ -24,7 +24,8 @@ class StandIns:
     def __init__(self, model: nn.Module) -> None:
         tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}
         self.needed = any(x.is_meta for x in tensors.values())
-        self._mode = fake_tensors() if self.needed else None
+        self._mode = fake_tensors()
+        self._device = next((x.device for x in tensors.values() if not self.needed), torch.device("cpu"))
         self._by_original: dict[int, Tensor] = {}
         self._originals: dict[int, Tensor] = {}
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -43,13 +44,16 @@ class StandIns:
 
     def of(self, tree: Any) -> Any:
         """A nest of inputs, each a tensor of its own: a batch may have one twice (labels that are the tokens), but what
-        is traced reads each under its own name. Without values, where the model has none."""
+        is traced reads each under its own name. Without values and memory, where they or the model have none: they are
+        as large as the global batch."""
         seen: set[int] = set()
 
         def own(tensor: Tensor) -> Tensor:
             again = id(tensor) in seen
             seen.add(id(tensor))
-            return self._empty(tensor) if self.needed else tensor.detach().clone() if again else tensor
+            if self.needed or tensor.is_meta:
+                return self._empty(tensor)
+            return tensor.detach().clone() if again else tensor
 
         return pytree.tree_map_only(Tensor, own, tree)
 
@@ -86,7 +90,7 @@ class StandIns:
 
     def _empty(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape without values."""
-        device = "cpu" if self._mode is not None else "meta"
+        device = torch.device("meta") if self.needed and self._mode is None else self._device
         with self._mode or nullcontext():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 

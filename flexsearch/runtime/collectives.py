@@ -91,11 +91,12 @@ def swap_all(
     bytes_in = [n * dtype.itemsize for n in lengths]
     begin = {peer: sum(lengths[:k]) for k, peer in enumerate(devices)}
     views = [(begin[peer], begin[peer] + length) for peer, length in plan.receive_length.items()]
+    ordered = [packs[peer] for peer in devices if peer in packs]
+    parts_to = [plan.sends.get(peer, ()) for peer in devices]
+    bytes_out = [dtype.itemsize * sum(volume(part.move.box) for part in parts) for parts in parts_to]
 
     def run() -> None:
-        packed = {peer: pack() for peer, pack in packs.items()}
-        sent = torch.cat([packed[peer] for peer in devices if peer in packed])
-        bytes_out = [packed[peer].numel() * dtype.itemsize if peer in packed else 0 for peer in devices]
+        sent = torch.cat([pack() for pack in ordered])
         flat = torch.empty(sum(lengths), dtype=dtype, device=device)
         work = dist.all_to_all_single(
             flat.view(torch.uint8), sent.view(torch.uint8), bytes_in, bytes_out, group=group, async_op=True

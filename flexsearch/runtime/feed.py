@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,6 +28,15 @@ def one_batch(batch: Any, more: Sequence[Any], named: Mapping[str, Any]) -> Any:
             "Pass a batch of keyword arguments as one dict: step(batch), not step(**batch).",
         )
     return (batch, *more) if more else batch
+
+
+_OTHER_SHAPE = (
+    "A plan is for one shape: pad or cut samples to it (of Hugging Face: padding='max_length'), or plan for another."
+)
+_FEWER_SAMPLES = (
+    "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if the batch is "
+    "smaller than the plan's."
+)
 
 
 class Feed:
@@ -152,15 +161,15 @@ class Feed:
         if rows:
             shapes.setdefault((high - low, *size[1:]), f"rows {low} to {high} of it")
         wanted = " or ".join(f"{shape} ({what})" for shape, what in shapes.items())
-        smaller = rows and tuple(tensor.shape[1:]) == size[1:] and tensor.shape[0] < size[0]
+        remedy = ""
+        if tensor.dim() == len(size) and tuple(tensor.shape[1:]) != size[1:]:
+            remedy = _OTHER_SHAPE
+        elif rows and tensor.dim() and tensor.shape[0] < size[0]:
+            remedy = _FEWER_SAMPLES
         raise RuntimeFailure(
             f"{name} must be {self.graph.tensor[name].dtype} of shape {wanted}, not "
-            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}",
-            "Take batches from step.loader, or tell all ranks the number of samples, step(batch, samples=n), if the "
-            "batch is smaller than the plan's."
-            if smaller
-            else "",
-        )
+            f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}", remedy,
+        )  # fmt: skip
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -212,3 +221,19 @@ def load(
     loader = iter(DataLoader(cast(Dataset[Any], dataset), batch_sampler=[part for part in indices if part], **options))
     for part in indices:
         yield next(loader) if part else None
+
+
+class Loader:
+    """A rank's parts of the batches of a data set; each iteration is one epoch, and the next one another.
+
+    ``batches_of(epoch)``: the parts; ``length``: how many; ``epoch``: the first."""
+
+    def __init__(self, batches_of: Callable[[int], Iterator[Any]], length: int, epoch: int) -> None:
+        self._batches_of, self._length, self._epoch = batches_of, length, epoch
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._batches_of(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,35 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from flexsearch.backward import accumulate
+from flexsearch.errors import RuntimeFailure
 from flexsearch.runtime.instructions import Slot
 from flexsearch.runtime.stored import Stored
+
+
+class StepLoss(Tensor):
+    """The loss of a step, whose gradients have been computed, or something made of it. Elsewhere a tensor like any."""
+
+    def backward(self, *arguments: Any, **more: Any) -> None:
+        """Refused, unless it depends on what somebody else wants gradients of, as a penalty does."""
+        if not self.requires_grad:
+            raise RuntimeFailure(
+                "step(batch) has run the backward pass already: the gradients are in step.parameters()",
+                "Leave out loss.backward(). For a mean over k batches call step(batch, scale=1 / k); no GradScaler is "
+                "needed.",
+            )
+        super().backward(*arguments, **more)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def accumulated(

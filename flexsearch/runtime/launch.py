@@ -173,7 +173,8 @@ def _failure(folder: Path, rank: int, code: int | None, said: IO[bytes], timeout
     if (told := _read(folder / f"error-{rank}")) is not None:
         kind = getattr(errors, told["kind"], FlexsearchError)
         error: FlexsearchError = kind(told["message"], told["remedy"])
-        return error if rank == 0 or _read(folder / "error-0") == told else error.at(f"rank {rank}")
+        placed = rank == 0 or _read(folder / "error-0") == told or error.message.startswith(f"rank {rank}")
+        return error if placed else error.at(f"rank {rank}")
     said.seek(0)
     lines = said.read().decode(errors="replace").strip().splitlines()
     words = "\n".join(lines[-15:]) or "(it said nothing)"

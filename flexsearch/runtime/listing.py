@@ -90,9 +90,10 @@ def _lines(program: Program, instruction: Instruction) -> Iterator[str]:
 def _assemble(program: Program, instruction: Assemble) -> str:
     lowered, transport = program.lowered, instruction.transport
     targets = ", ".join(_value(program, slot) for slot in instruction.results.values())
-    sign = "+=" if instruction.adds else "="
     name = _tensor(lowered, transport)
-    return f"{targets} {sign} assemble({transport.purpose!r}, {name!r})  # {reshard_of(lowered, transport).form}"
+    what, form = f"{transport.purpose!r}, {name!r}", reshard_of(lowered, transport).form
+    call = f"assemble({what}, adds_to=[{targets}])" if instruction.adds else f"{targets} = assemble({what})"
+    return f"{call}  # {form}"
 
 
 def _tensor(lowered: Lowered, transport: Transport) -> str:
@@ -108,7 +109,7 @@ def _backward(program: Program, instruction: Backward) -> Iterator[str]:
     first, last = operators[segment.operators[0]].name, operators[segment.operators[-1]].name
     part = "" if instruction.part == "all" else f", {instruction.part}"
     yield (
-        f"{gradients or '_'} += backward({seeds})  # segment {instruction.segment}, microbatch "
+        f"backward({seeds}, adds_to=[{gradients}])  # segment {instruction.segment}, microbatch "
         f"{instruction.microbatch}{part}: {last} to {first}"
     )
 
@@ -178,7 +179,7 @@ def _variable(lowered: Lowered, key: Key) -> str:
 
 def _name(text: str) -> str:
     """A Python identifier for a layer or tensor name."""
-    return re.sub(r"\W", "_", text)
+    return re.sub(r"\W|^(?=\d)", "_", text)
 
 
 def _part(held: Box, read: Box) -> str:

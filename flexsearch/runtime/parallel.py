@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from flexsearch.cost import Costs
-from flexsearch.errors import RuntimeFailure, StrategyError
+from flexsearch.errors import ImportModelError, RuntimeFailure, StrategyError
 from flexsearch.graph.importer import Imported, import_with_constants, inputs_and_targets
 from flexsearch.graph.ops.calls import dtype_of
-from flexsearch.graph.prepare import unwrapped
+from flexsearch.graph.prepare import refuse_sharded, unwrapped
 from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.group import agree, join
 from flexsearch.runtime.initialise import Initialise
@@ -68,7 +67,6 @@ def parallelize(
             f"optimizer= is a function that makes one, not a {type(optimizer).__name__}",
             "Pass a function of the weights: lambda weights: torch.optim.SGD(weights, lr=0.1).",
         )
-    _refuse_sharded(model)
     if strategy.example is not None and loss is None and inputs is None:
         inputs, targets, loss = strategy.example
     traced = trace(model, strategy, loss, inputs, targets)
@@ -123,15 +121,6 @@ def _compiler(wanted: bool | str) -> str | None:
     return name
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise RuntimeFailure(
-                f"{name!r} is a DTensor: the model has been sharded already (fully_shard, parallelize_module)",
-                "Give the plain model; the plan shards it.",
-            )
-
-
 class Traced(NamedTuple):
     """A model that was imported, and from what ``example``: (inputs, targets, loss)."""
 
@@ -153,18 +142,27 @@ def trace(model: nn.Module, strategy: Strategy, loss: Loss | None, inputs: Any, 
     """Import the model again with inputs of the strategy's shapes, and check that the graph is the same. Takes longer
     than all else that :func:`parallelize` does; it serves all plans of this graph."""
     inputs, targets = inputs_and_targets(inputs, targets, loss)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    examples = {s.name: torch.zeros(s.shape, dtype=dtype_of(s.dtype), device=device) for s in strategy.inputs}
+    example = inputs is not None
+    examples = {s.name: torch.empty(s.shape, dtype=dtype_of(s.dtype), device="meta") for s in strategy.inputs}
     if inputs is None:
         inputs = tuple(tensor for name, tensor in examples.items() if not name.startswith("target"))
     if targets is None:
         of_targets = tuple(tensor for name, tensor in examples.items() if name.startswith("target"))
         targets = of_targets[0] if len(of_targets) == 1 else of_targets or None
-    inputs, targets = pytree.tree_map_only(
-        Tensor, lambda x: torch.zeros_like(x, device=device) if x.is_meta else x, (inputs, targets)
-    )
     planned = strategy.graph
-    imported = import_with_constants(model, inputs, loss, targets=targets, name=planned.name, tracing=planned.tracing)
+    refuse_sharded(unwrapped(model))
+    try:
+        imported = import_with_constants(
+            model, inputs, loss, targets=targets, name=planned.name, tracing=planned.tracing
+        )
+    except ImportModelError as error:
+        if example:
+            raise
+        raise ImportModelError(
+            f"{error.message} (The strategy comes from a file, so its inputs were passed one after the other.)",
+            "If the model takes them by name, or nested, pass an example batch: parallelize(..., inputs=batch). "
+            f"Else: {error.remedy}",
+        ) from error
     traced = Traced(imported, (inputs, targets, loss))
     traced.check(strategy)
     return traced

@@ -33,8 +33,8 @@ class Persistent:
             return self.stored.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing names or wrong
-        shapes, before anything is changed."""
+        """Take over a whole model's state (as ``state_dict`` gives it). Raises RuntimeFailure on missing or unknown
+        names or wrong shapes, before anything is changed."""
         self.stored.load_state_dict(state)
         self.synchronisation.restart()
 

@@ -52,19 +52,18 @@ class Source:
         return self._forwards[key]
 
     def _examples(self, batch: int) -> tuple[Any, Any]:
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         trees = (self._inputs, self._imported.input_names), (self._targets, self._imported.target_names)
-        return _resized(*trees[0], self._rows, batch, device), _resized(*trees[1], self._rows, batch, device)
+        return _resized(*trees[0], self._rows, batch), _resized(*trees[1], self._rows, batch)
 
 
-def _resized(tree: Any, names: tuple[str, ...], rows: Mapping[str, int], batch: int, device: torch.device) -> Any:
+def _resized(tree: Any, names: tuple[str, ...], rows: Mapping[str, int], batch: int) -> Any:
     """A nest of tensors without values, with ``batch`` samples."""
     rest = iter(names)
 
     def one(tensor: Tensor) -> Tensor:
         name = next(rest)
         shape = (batch * rows[name], *tensor.shape[1:]) if name in rows else tuple(tensor.shape)
-        return torch.zeros(shape, dtype=tensor.dtype, device=device)
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     return pytree.tree_map_only(Tensor, one, tree)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ from flexsearch.graph import Interval, OperatorGraph
 from flexsearch.graph.importer import Imported
 from flexsearch.graph.ops import KernelContext
 from flexsearch.lower import Lowered
-from flexsearch.runtime.arguments import check_scale, check_steps, length_of
+from flexsearch.runtime.arguments import absent, check_scale, check_steps, length_of
 from flexsearch.runtime.batch_size import BatchSize
 from flexsearch.runtime.clip import check_norm, scale_to, total_norm
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.faults import Failures
-from flexsearch.runtime.feed import Feed, batches, load, one_batch, sample_order
-from flexsearch.runtime.gradients import add_earlier, set_aside
+from flexsearch.runtime.feed import Feed, Loader, batches, load, one_batch, sample_order
+from flexsearch.runtime.gradients import StepLoss, add_earlier, set_aside
 from flexsearch.runtime.hooks import Hooks
 from flexsearch.runtime.initialise import Initialise, initialise
 from flexsearch.runtime.listing import listing
@@ -42,7 +42,8 @@ from flexsearch.runtime.variant import Variant, Variants
 from flexsearch.runtime.wire import Wire
 from flexsearch.strategy import Strategy
 
-Loss = Callable[..., Tensor]
+Loss = Callable[..., Any]
+"""Of the model's output, and of targets if there are any: a scalar, or a record whose "loss" is one."""
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 Example = tuple[Any, Any, Loss | None]
 """Inputs and targets, nested as at import, and the loss."""
@@ -208,7 +209,8 @@ class Parallel(Persistent):
         for counter in self.stored.counters.values():
             counter += 1
         self._hooks.note()
-        return StepOutput(self._loss(results, self.graph if smaller is None else smaller.graph), returned)
+        loss = self._loss(results, self.graph if smaller is None else smaller.graph)
+        return StepOutput(loss.as_subclass(StepLoss), returned)
 
     def _loss(self, results: Mapping[str, Tensor], graph: OperatorGraph) -> Tensor:
         """Of the whole batch; where workers go by themselves of this one's samples, no number on ranks that compute
@@ -278,6 +280,11 @@ class Parallel(Persistent):
                 "a trace is of steps that all ranks take together, and here workers do not wait for each other",
                 "Trace another plan, or leave out the trace.",
             )
+
+    if not TYPE_CHECKING:  # which would take any name for known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a copy would train the original's weights."""
@@ -373,17 +380,22 @@ class Parallel(Persistent):
     def loader(
         self, dataset: Dataset[Any] | Sequence[Any], *, shuffle: bool = True, seed: int = 0, epoch: int = 0,
         drop_last: bool = False, **options: Any,
-    ) -> Iterator[Any]:  # fmt: skip
+    ) -> Loader:  # fmt: skip
         """This rank's part of each global batch of a data set, in an order that all ranks draw alike; None for a part
-        without samples. Steps and predictions know if the batch fetched last is smaller than the plan's; who fetches
-        several first gives ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for
-        instance."""
-        order = sample_order(length_of(dataset), shuffle, seed, epoch)
-        cut = list(batches(order, self.graph.batch, drop_last))
-        loaded = load(dataset, [batch[slice(*self.feed.range_of(self.rank, len(batch)))] for batch in cut], options)
-        for batch in cut:
-            with self.failures.watch():
-                part = next(loaded)
-            self._batch_size.fetched(len(batch))
-            yield part
-        self._batch_size.ended()
+        without samples. Iterated over again, it draws the next epoch's order; ``len`` counts its batches. Steps and
+        predictions know if the batch fetched last is smaller than the plan's; who fetches several first gives
+        ``samples``. ``options``: of ``torch.utils.data.DataLoader``, ``collate_fn`` for instance."""
+        length, size = length_of(dataset), self.graph.batch
+
+        def batches_of(number: int) -> Iterator[Any]:
+            cut = list(batches(sample_order(length, shuffle, seed, number), size, drop_last))
+            parts = [batch[slice(*self.feed.range_of(self.rank, len(batch)))] for batch in cut]
+            loaded = load(dataset, parts, options)
+            for batch in cut:
+                with self.failures.watch():
+                    part = next(loaded)
+                self._batch_size.fetched(len(batch))
+                yield part
+            self._batch_size.ended()
+
+        return Loader(batches_of, length // size if drop_last else -(-length // size), epoch)

@@ -263,8 +263,8 @@ class Stored:
         return with_versions(state, self._versions)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a whole model's state. Raises RuntimeFailure on missing names or wrong shapes, before anything is
-        changed."""
+        """Take over a whole model's state. Raises RuntimeFailure on missing or unknown names or wrong shapes, before
+        anything is changed."""
         if not isinstance(state, Mapping):
             raise RuntimeFailure(
                 f"a state is a dict of tensors by name, not a {type(state).__name__}",
@@ -277,6 +277,9 @@ class Stored:
                 raise RuntimeFailure(f"{name!r} is a {type(state[name]).__name__} in the state, and no tensor")
             if tuple(state[name].shape) != shape:
                 raise RuntimeFailure(f"{name!r} has shape {tuple(state[name].shape)} in the state, {shape} here")
+        others = (name for name, x in state.items() if isinstance(x, Tensor) and not name.endswith("_extra_state"))
+        if (unknown := next((name for name in others if name not in self.shapes), None)) is not None:
+            raise RuntimeFailure(f"the state has {unknown!r}, which this model has not", "Leave it out.")
         for name in self.names:
             self.set(name, state[name])
         self._derive({original: state[name] for name, original in self.names.items()})

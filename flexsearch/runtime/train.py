@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexsearch.cost import Costs, Profile
-from flexsearch.errors import RuntimeFailure
+from flexsearch.errors import FlexsearchError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.loading import Loaded, load_callable
 from flexsearch.lower import Lowered, lower_for_ranks
+from flexsearch.runtime.faults import REMEDY
 from flexsearch.runtime.held import MemoryRow
 from flexsearch.runtime.parallel import MakeOptimizer, Parallel, Traced, distribute, parallelize
 from flexsearch.runtime.timeline import Row, Timeline, compare, compare_memory, record
@@ -134,28 +136,56 @@ def train(
     def step() -> Tensor:
         return parallel.step(inputs, targets)
 
-    done, timeline = _run(parallel, step, steps, trace, progress)
+    try:
+        done, timeline = _run(parallel, step, steps, trace, progress)
+    except Exception as error:
+        raise _told(parallel, partial(_plainly, loaded, inputs, targets), error) from error
     return Training(done, predicted, parallel.graph, lowered, simulation, timeline)
 
 
 def _run(
     parallel: Parallel, step: Callable[[], Tensor], steps: int, trace: bool, progress: Callable[[Step], None] | None
 ) -> tuple[tuple[Step, ...], Timeline | None]:
-    """So many steps, and those that are recorded afterwards. Raises RuntimeFailure if another rank dies."""
+    """So many steps, and those that are recorded afterwards."""
     done: list[Step] = []
-    try:
-        for number in range(steps):
-            done.append(_timed(parallel, step, number))
-            if progress is not None:
-                progress(done[-1])
-        timeline = record(parallel, step) if trace else None
-        parallel.close()
-    except RuntimeError as error:  # a barrier or a gathering that a dead rank does not come to
-        raise RuntimeFailure(
-            f"rank {parallel.rank}: another rank has died or hangs ({error})",
-            "Look at the output of the other ranks, then start all ranks again.",
-        ) from error
+    for number in range(steps):
+        done.append(_timed(parallel, step, number))
+        if progress is not None:
+            progress(done[-1])
+    timeline = record(parallel, step) if trace else None
+    parallel.close()
     return tuple(done), timeline
+
+
+def _told(parallel: Parallel, plainly: Callable[[], object], error: Exception) -> Exception:
+    """What to raise for an ``error`` of a step. It is the user's if the model fails ``plainly``, too."""
+    place, words = f"rank {parallel.rank}", f"{type(error).__name__}: {error}"
+    if parallel.failures.goes_on and isinstance(error, RuntimeError):  # of a barrier, say: no step has failed here
+        return RuntimeFailure(f"{place}: another rank has died or hangs ({error})", REMEDY)
+    if parallel.failures.goes_on or isinstance(error, FlexsearchError):
+        return error
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
+        return RuntimeFailure(
+            f"{place} has run out of memory: {words}",
+            "Use more devices, a smaller batch, or a plan with recomputation (--recompute full).",
+        )
+    try:
+        plainly()
+    except Exception:
+        return RuntimeFailure(
+            f"{place}: the model fails on its batch: {words}",
+            "It does so without a plan, too: check the values that come with --model, such as class numbers.",
+        )
+    return error
+
+
+@torch.no_grad()
+def _plainly(loaded: Loaded, inputs: Any, targets: Any) -> None:
+    """One forward pass on one device."""
+    arguments = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    output = loaded.model(**inputs) if isinstance(inputs, Mapping) else loaded.model(*arguments)
+    if loaded.loss is not None:
+        loaded.loss(output) if targets is None else loaded.loss(output, targets)
 
 
 def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:

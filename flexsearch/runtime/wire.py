@@ -281,7 +281,7 @@ class Wire:
 
     def _finish_down_to(self, most: int) -> None:
         """Wait for the oldest sends until those under way keep no more bytes than that, or the next may not be."""
-        last = min(self._unposted.values(), default=self._issued)
+        last = next(iter(self._unposted.values()), self._issued)  # they ascend
         while self._sending > most and self._sending and self._issued - len(self._sent) < last:
             self._finish_oldest()
 

@@ -36,32 +36,33 @@ if TYPE_CHECKING:
 
 class Form(NamedTuple):
     """Of a torch operator: how many dimensions of each operand are no batch, FLOPs for each product of rows, columns
-    and the shorter of both, and which operand is a right-hand side."""
+    and the shorter of both, which operand is a right-hand side, and how many tensors it returns."""
 
     inner: tuple[int, ...] = (2,)
     work: float = 2.0
     right: int | None = None
+    results: int = 1
 
 
 _FORMS: Mapping[str, Form] = {
-    "aten.linalg_cholesky_ex": Form(work=1 / 3),
+    "aten.linalg_cholesky_ex": Form(work=1 / 3, results=2),
     "aten.cholesky_inverse": Form(),
-    "aten.linalg_inv_ex": Form(),
-    "aten._linalg_det": Form(work=2 / 3),
-    "aten._linalg_slogdet": Form(work=2 / 3),
-    "aten.linalg_lu": Form(work=2 / 3),
-    "aten.linalg_lu_factor_ex": Form(work=2 / 3),
-    "aten.lu_unpack": Form((2, 1), 0.0),
-    "aten.linalg_qr": Form(work=4.0),
+    "aten.linalg_inv_ex": Form(results=2),
+    "aten._linalg_det": Form(work=2 / 3, results=3),
+    "aten._linalg_slogdet": Form(work=2 / 3, results=4),
+    "aten.linalg_lu": Form(work=2 / 3, results=3),
+    "aten.linalg_lu_factor_ex": Form(work=2 / 3, results=3),
+    "aten.lu_unpack": Form((2, 1), 0.0, results=3),
+    "aten.linalg_qr": Form(work=4.0, results=2),
     "aten.linalg_householder_product": Form((2, 1), work=4.0),
-    "aten._linalg_eigh": Form(work=9.0),
-    "aten.linalg_eig": Form(work=25.0),
-    "aten._linalg_svd": Form(work=20.0),
+    "aten._linalg_eigh": Form(work=9.0, results=2),
+    "aten.linalg_eig": Form(work=25.0, results=2),
+    "aten._linalg_svd": Form(work=20.0, results=3),
     "aten.linalg_pinv.atol_rtol_tensor": Form((2, 0, 0), work=22.0),
     "aten.linalg_matrix_exp": Form(work=20.0),
-    "aten._linalg_solve_ex": Form((2, 2), 2 / 3, 1),
+    "aten._linalg_solve_ex": Form((2, 2), 2 / 3, 1, results=4),
     "aten.linalg_solve_triangular": Form((2, 2), 0.0, 1),
-    "aten.triangular_solve": Form((2, 2), 0.0, 0),
+    "aten.triangular_solve": Form((2, 2), 0.0, 0, results=2),
     "aten.cholesky_solve": Form((2, 2), 0.0, 0),
     "aten.linalg_lu_solve": Form((2, 1, 2), 0.0, 2),
 }
@@ -113,8 +114,9 @@ class LinearAlgebra(OperatorKind):
             return problem
         if (form := _form(attributes.target)) is None:
             return f"attributes.target: {attributes.target!r} is none of {', '.join(_FORMS)}"
-        if len(attributes.results) != len(op.outputs) or min(attributes.results) < 0:
-            return f"attributes.results: {attributes.results} are not the numbers of {len(op.outputs)} results"
+        numbers = attributes.results
+        if len(numbers) != len(op.outputs) or not set(numbers) <= set(range(form.results)):
+            return f"attributes.results: {numbers} are not the numbers of {len(op.outputs)} of {form.results} results"
         count = len(op.inputs)
         if count > len(form.inner) or any(len(s) < n for s, n in zip(shapes, form.inner, strict=False)):
             return f"shapes {list(shapes)} are not those of {attributes.target}"

@@ -1,0 +1,52 @@
+"""What rank 0 works out for all ranks, by the store where they meet: a search is not made once on each of them, and
+one with a time as budget may find another plan on each."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_calls: Counter[str] = Counter()
+
+
+def of_first_rank(make: Callable[[], str], what: str, wait_s: float) -> str:
+    """The text that ``make`` returns on rank 0. Each rank calls ``make`` where ranks have no store yet, as they were
+    not started by torchrun, and where rank 0 fails, or leaves the others waiting for more than ``wait_s`` seconds.
+    ``what``: the question that ``make`` answers; rank 0 waits for nobody."""
+    store, rank = _store()
+    if store is None:
+        return make()
+    number, name = _calls[what], sha256(what.encode()).hexdigest()
+    _calls[what] += 1
+    key = f"flexsearch/shared/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}/{number}"
+    if rank == 0:
+        answer = ""
+        try:
+            answer = make()
+        finally:
+            store.set(key, answer)
+        return answer
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+    except RuntimeError:  # of the time-out
+        return make()
+    return store.get(key).decode() or make()
+
+
+def _store() -> tuple[Any, int]:
+    """The store where the ranks of this run meet, and the number of this one; None for one process, or where nobody
+    can know of a store."""
+    if dist.is_initialized():
+        return (distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None), dist.get_rank()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None, 0
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    return store, int(os.environ["RANK"])
