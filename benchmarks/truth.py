@@ -86,10 +86,6 @@ class Case:
 # ---- clusters
 
 
-def _a100_40(nodes: dict[str, Any]) -> None:
-    nodes["devices"][0].update(model="A100-SXM4-40GB", memory_bandwidth=1.555e12, memory_bytes=40 * 2**30)
-
-
 def _half_nics(nodes: dict[str, Any]) -> None:
     """Two GPUs share a NIC of 200 Gbit/s: each has half of one, since all send at the same time."""
     for link in nodes["links"]:
@@ -98,7 +94,7 @@ def _half_nics(nodes: dict[str, Any]) -> None:
 
 
 CLUSTERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], None] | None]]] = {
-    "a100_40gb": ("dgx-a100", _a100_40), "a100_80gb": ("dgx-a100", None), "h100_80gb": ("hgx-h100", None),
+    "a100_40gb": ("dgx-a100-40gb", None), "a100_80gb": ("dgx-a100", None), "h100_80gb": ("hgx-h100", None),
     "a100_4nic": ("dgx-a100", _half_nics),
 }  # fmt: skip
 """By name: a preset, and what is different."""
@@ -285,6 +281,7 @@ def score(name: str, part: str, rows: Sequence[Scored], refused: int | None = No
 PARTS: Final[Mapping[str, Callable[[Case], str]]] = {
     "source": lambda case: case.source, "hidden": lambda case: f"hidden {case.model.hidden}",
     "tensor": lambda case: f"tensor {case.layout.tensor}", "pipeline": lambda case: f"pipeline {case.layout.pipeline}",
+    "stages": lambda case: "with pipelines" if case.layout.pipeline > 1 else "without pipelines",
 }  # fmt: skip
 """By what a table is told apart: the name of a case's part."""
 
