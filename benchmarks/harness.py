@@ -25,14 +25,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def options_with_data(description: str | None) -> argparse.Namespace:
-    """The options of a benchmark that takes a folder of measurements, ``data``, and nothing of its own."""
-    made = parser(description)
+def options_with_data(made: argparse.ArgumentParser, *names: str) -> argparse.Namespace:
+    """The options of a benchmark that reads some of the files or folders ``names``, where ``data`` is the folder that
+    holds them. Their ``measured`` folder may be left out. Ends the program where there is none of them."""
     made.add_argument("data", type=Path, help="folder of the measurements")
     options = made.parse_args()
-    if not options.data.is_dir():
-        made.error(f"{options.data} is no folder")
-    return options
+    for folder in (options.data, options.data / "measured"):
+        if any((folder / name).exists() for name in names):
+            options.data = folder
+            return options
+    made.error(f"{options.data} has no {' or '.join(names)}")
 
 
 def say(text: str) -> None:

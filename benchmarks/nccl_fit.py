@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Row, parser, report
+from benchmarks.harness import Row, options_with_data, parser, report
 from flexsearch.cost.collectives import ring_edge
 from flexsearch.cost.communication import Pricing
 from flexsearch.topology import Topology
@@ -167,11 +167,8 @@ def rows(data: Path, topology: Topology, quick: bool) -> Iterator[Row]:
 def main() -> int:
     """Print both tables."""
     arguments = parser(__doc__)
-    arguments.add_argument("data", type=Path, help="folder of the measurements")
     arguments.add_argument("--preset", default="dgx-a100", help="whose figures and links are meant")
-    options = arguments.parse_args()
-    if not (options.data / "nccl_allreduce_a100").is_dir():
-        arguments.error(f"{options.data} has no folder nccl_allreduce_a100")
+    options = options_with_data(arguments, "nccl_allreduce_a100")
     told: list[Any] = list(rows(options.data, Topology.load(options.preset), options.quick))
     if options.json:
         report(told, "", True)

@@ -4,7 +4,8 @@
     python -m benchmarks.truth DATA --fit [--by size|source] [--gpu A100|H100] [--quick] [--json]
     python -m benchmarks.truth DATA --intervals
 
-``DATA``: the folder of the measurements; its files and where they come from:
+``DATA``: the folder of the measurements, or the one that it is in; its files and where they come from (tables whose
+files are not there are left out):
 
 - ``llm_foundry_fsdp.csv`` (mosaicml/llm-foundry, benchmarking README): GPT-like models under fully sharded data
   parallelism on A100 and H100; table **fsdp**;
@@ -45,7 +46,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.decoders import Model, graph_of
-from benchmarks.harness import Row, median, parser, report, say
+from benchmarks.harness import Row, median, options_with_data, parser, report, say
 from benchmarks.llm_plans import SEQ, TABLE_1, VOCAB, layout_of
 from benchmarks.truth_fit import BY, GPUS, THIN, another_code, fit_gpu, rows_of, with_pipelines
 from flexsearch.cost import Learned, Profile, ProfileDevice
@@ -57,6 +58,9 @@ from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.strategy import Options, States
 from flexsearch.topology import Topology
 
+FSDP_ROWS: Final = "llm_foundry_fsdp.csv"
+PIPELINE_ROWS: Final = "vtrain_multi_node_a100.csv"
+ALL_REDUCES: Final = "nccl_allreduce_a100"
 MPT: Final = {
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24), "3b": (2560, 20, 32),
     "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48), "70b": (8192, 64, 80),
@@ -86,10 +90,6 @@ class Case:
 # ---- clusters
 
 
-def _a100_40(nodes: dict[str, Any]) -> None:
-    nodes["devices"][0].update(model="A100-SXM4-40GB", memory_bandwidth=1.555e12, memory_bytes=40 * 2**30)
-
-
 def _half_nics(nodes: dict[str, Any]) -> None:
     """Two GPUs share a NIC of 200 Gbit/s: each has half of one, since all send at the same time."""
     for link in nodes["links"]:
@@ -98,7 +98,7 @@ def _half_nics(nodes: dict[str, Any]) -> None:
 
 
 CLUSTERS: Final[Mapping[str, tuple[str, Callable[[dict[str, Any]], None] | None]]] = {
-    "a100_40gb": ("dgx-a100", _a100_40), "a100_80gb": ("dgx-a100", None), "h100_80gb": ("hgx-h100", None),
+    "a100_40gb": ("dgx-a100-40gb", None), "a100_80gb": ("dgx-a100", None), "h100_80gb": ("hgx-h100", None),
     "a100_4nic": ("dgx-a100", _half_nics),
 }  # fmt: skip
 """By name: a preset, and what is different."""
@@ -129,7 +129,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 def fsdp_cases(data: Path) -> Iterator[Case | str]:
     """Rows of llm-foundry; of those that cannot be planned, the reason."""
-    for row in _rows(data / "llm_foundry_fsdp.csv"):
+    for row in _rows(data / FSDP_ROWS):
         gpus, name, seq = int(row["gpus"]), row["model"], int(row["sequence"])
         label = f"{row['gpu']} x {gpus}, {name}, seq {seq}, {row['precision']}"
         if "fp8" in row["precision"]:
@@ -149,7 +149,7 @@ def fsdp_cases(data: Path) -> Iterator[Case | str]:
 
 def pipeline_cases(data: Path) -> Iterator[Case | str]:
     """Rows of vTrain."""
-    for row in _rows(data / "vtrain_multi_node_a100.csv"):
+    for row in _rows(data / PIPELINE_ROWS):
         batch, micro, gpus = (int(row[name]) for name in ("global_batch", "micro_batch", "gpus"))
         t, d, p = (int(row[name]) for name in ("tp", "dp", "pp"))
         model = Model(
@@ -185,6 +185,7 @@ def megatron_cases(_: Path) -> Iterator[Case | str]:
 TABLES: Final[Mapping[str, Callable[[Path], Iterator[Case | str]]]] = {
     "fsdp": fsdp_cases, "pipelines": pipeline_cases, "megatron": megatron_cases,
 }  # fmt: skip
+FILES: Final = {"fsdp": FSDP_ROWS, "pipelines": PIPELINE_ROWS, "nccl": ALL_REDUCES}
 QUICK: Final = 6
 """Rows of each table with ``--quick``, spread over it."""
 
@@ -285,6 +286,7 @@ def score(name: str, part: str, rows: Sequence[Scored], refused: int | None = No
 PARTS: Final[Mapping[str, Callable[[Case], str]]] = {
     "source": lambda case: case.source, "hidden": lambda case: f"hidden {case.model.hidden}",
     "tensor": lambda case: f"tensor {case.layout.tensor}", "pipeline": lambda case: f"pipeline {case.layout.pipeline}",
+    "stages": lambda case: "with pipelines" if case.layout.pipeline > 1 else "without pipelines",
 }  # fmt: skip
 """By what a table is told apart: the name of a case's part."""
 
@@ -303,7 +305,7 @@ def nccl_rows(data: Path, quick: bool) -> Iterator[Row]:
     """Measured all-reduces of one server, and what the figures for each number of GPUs say (``communication.groups`` of
     the cluster), which :mod:`benchmarks.nccl_fit` fits."""
     pricing = Pricing(Topology.load("dgx-a100"))
-    for path in sorted((data / "nccl_allreduce_a100").iterdir()):
+    for path in sorted((data / ALL_REDUCES).iterdir()):
         with path.open(newline="") as file:
             table = [(int(row[0]), float(row[3]) / 1e9) for row in list(csv.reader(file))[1:]]
         members = int(path.name.removeprefix("AR_GPU").partition("_")[0])
@@ -336,7 +338,9 @@ def interval_rows(name: str, rows: Sequence[Scored]) -> Iterator[Row]:
 
 def fit_rows(data: Path, quick: bool, gpus: Iterable[str], by: str) -> Iterator[Row]:
     """See :mod:`benchmarks.truth_fit`."""
-    cases = [case for cases_of in TABLES.values() for case in cases_of(data) if isinstance(case, Case)]
+    cases = [
+        case for name in tables_of(data) if name in TABLES for case in TABLES[name](data) if isinstance(case, Case)
+    ]
     for gpu in gpus:
         own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
         thin = THIN if quick else 1
@@ -346,6 +350,11 @@ def fit_rows(data: Path, quick: bool, gpus: Iterable[str], by: str) -> Iterator[
             yield another_code(taught)
             others = [case for case in cases if case.cluster.startswith(GPUS[gpu])][::thin]
             yield from with_pipelines(taught, others, lambda case, learned: predict(case, learned, True))
+
+
+def tables_of(data: Path) -> list[str]:
+    """The tables whose files are in a folder; "megatron" has none."""
+    return [name for name in (*TABLES, "nccl") if name not in FILES or (data / FILES[name]).exists()]
 
 
 def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tuple[list[Scored], list[str]]:
@@ -368,22 +377,22 @@ def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tupl
 def main() -> int:
     """Print the tables."""
     arguments = parser(__doc__)
-    arguments.add_argument("data", type=Path, help="folder of the measurements")
     arguments.add_argument("--only", choices=(*TABLES, "nccl"), help="one of the tables")
     arguments.add_argument("--rows", action="store_true", help="print every row")
     arguments.add_argument("--fit", action="store_true", help="fit the efficiencies anew, each size left out in turn")
     arguments.add_argument("--gpu", choices=GPUS, help="fit those of one GPU")
     arguments.add_argument("--by", choices=BY, default="size", help="what --fit leaves out in turn")
     arguments.add_argument("--intervals", action="store_true", help="how many steps the 80 %% intervals cover")
-    options = arguments.parse_args()
-    if not options.data.is_dir():
-        arguments.error(f"{options.data} is no folder")
+    options = options_with_data(arguments, *FILES.values())
+    wanted = [name for name in tables_of(options.data) if options.only in (None, name)]
+    if not wanted:
+        arguments.error(f"{options.data} has no {FILES[options.only]}")
     lines: list[Row] = []
     if options.fit:
         rows = list(fit_rows(options.data, options.quick, GPUS if options.gpu is None else [options.gpu], options.by))
         report(rows, "Efficiencies fitted to published steps", options.json)
         return 0
-    for name in TABLES if options.only is None else {options.only} - {"nccl"}:
+    for name in (name for name in wanted if name in TABLES):
         scored, refused = measure(name, options.data, options.quick, options.intervals)
         for reason in refused:
             say(f"refused: {reason}")
@@ -398,7 +407,7 @@ def main() -> int:
             lines += interval_rows(name, scored)
         elif scored:
             lines += scores(name, scored, len(refused))
-    if options.only in (None, "nccl") and not options.rows and not options.intervals:
+    if "nccl" in wanted and not options.rows and not options.intervals:
         lines += nccl_rows(options.data, options.quick)
     report(lines, "Predicted and measured", options.json)
     return 0

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.harness import Row, options_with_data, report, say
-from benchmarks.truth import Case, Scored, pipeline_cases, predict
+from benchmarks.harness import Row, options_with_data, parser, report, say
+from benchmarks.truth import PIPELINE_ROWS, Case, Scored, pipeline_cases, predict
 
 NIC: Final = 25e9
 """Bandwidth of a network card, which two GPUs share, B/s."""
@@ -93,7 +93,7 @@ def causes(rows: list[Scored]) -> list[Row]:
 
 def main() -> int:
     """Print the table."""
-    options = options_with_data(__doc__)
+    options = options_with_data(parser(__doc__), PIPELINE_ROWS)
     cases = [c for c in pipeline_cases(options.data) if isinstance(c, Case) and c.layout.pipeline > 1]
     rows = []
     for case in cases[:: 4 if options.quick else 1]:

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.harness import Row, median, options_with_data, report, say
-from benchmarks.truth import Case, Scored, cluster_of, fsdp_cases, predict
+from benchmarks.harness import Row, median, options_with_data, parser, report, say
+from benchmarks.truth import FSDP_ROWS, Case, Scored, cluster_of, fsdp_cases, predict
 
 
 def doubled(case: Case) -> Case:
@@ -43,7 +43,7 @@ def lines(pairs: list[tuple[Scored, Scored]]) -> Iterator[Row]:
 
 def main() -> int:
     """Print the table."""
-    options = options_with_data(__doc__)
+    options = options_with_data(parser(__doc__), FSDP_ROWS)
     cases = [case for case in fsdp_cases(options.data) if isinstance(case, Case)]
     pairs = []
     for case in cases[:: 6 if options.quick else 1]:

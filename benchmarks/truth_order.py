@@ -28,8 +28,8 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.harness import Row, median, options_with_data, report_tables, say
-from benchmarks.truth import Case, Scored, pipeline_cases, predict, regret, tau
+from benchmarks.harness import Row, median, options_with_data, parser, report_tables, say
+from benchmarks.truth import PIPELINE_ROWS, Case, Scored, pipeline_cases, predict, regret, tau
 
 LEAST: Final = 3
 """Rows of a layout that a line is fitted to."""
@@ -104,7 +104,7 @@ def slot_rows(rows: Sequence[Scored]) -> Iterator[Row]:
 
 def main() -> int:
     """Print the tables."""
-    options = options_with_data(__doc__)
+    options = options_with_data(parser(__doc__), PIPELINE_ROWS)
     rows = []
     for case in list(pipeline_cases(options.data))[:: 2 if options.quick else 1]:
         if isinstance(case, Case):

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from flexsearch.cost import Learned, Profile
 from flexsearch.cost.learned import FULL, TRAFFIC, Residual, network_name
 from flexsearch.errors import FileFormatError, FlexsearchError, ProfileError
+from flexsearch.files import content_hash
 from flexsearch.graph import OperatorGraph
 from flexsearch.search.hybrid import Layout, plan_layout
 from flexsearch.simulate.staged import StagedSimulators, step_of_strategy
@@ -48,6 +49,8 @@ MOST: Final = 1e6
 """The largest number of a row: seconds, devices, microbatches, a weight."""
 LEAST: Final = 1e-3
 """The smallest share of a peak."""
+ODD: Final = 100.0
+"""A step that is so many times as long or as short as predicted was measured in another unit, most likely."""
 FAR: Final = 4.0
 """A figure that is so many times what its file says, or that part of it, stands for something else: a chain of kernels
 that the graph has as one operator, a host that others use. Figures of an efficiency go no further than that."""
@@ -55,10 +58,11 @@ that the graph has as one operator, a host that others use. Figures of an effici
 
 @dataclass(frozen=True)
 class Measured:
-    """A row. ``name``: the plan in words; ``plan``: all that says which one it is; ``model``: its graph and sequence
-    length; ``group``: rows that are left out together; ``half``: whether it computes in half precision; ``predict``:
-    iteration time (s) under a profile."""
+    """A row. ``where``: file and line; ``name``: the plan in words; ``plan``: the same of equal plans; ``model``: its
+    graph and sequence length; ``group``: rows that are left out together; ``half``: whether it computes in half
+    precision; ``predict``: iteration time (s) under a profile."""
 
+    where: str
     name: str
     plan: str
     model: str
@@ -88,6 +92,12 @@ class Calibrated:
         return {self.figures[k].name: (self.figures[k].prior, points[k]) for k in self.fitted.chosen}
 
     @property
+    def odd(self) -> list[str]:
+        """Where the rows stand whose times are ``ODD``."""
+        rows = zip(self.rows, self.fitted.after.tolist(), strict=True)
+        return [row.where for row, error in rows if not 1.0 / ODD < 1.0 + error < ODD]
+
+    @property
     def doubtful(self) -> dict[str, str]:
         """By name of a figure that hardly stands for what it is named after, why."""
         cluster = self.rows[0].topology
@@ -109,9 +119,10 @@ class Calibrated:
 def read_rows(path: Path, topology: Topology) -> list[Measured]:
     """The rows of a CSV file. Raises FileFormatError that names the line and the column."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            columns, lines = list(reader.fieldnames or ()), list(reader)
+            reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
+            lines = [(reader.line_num, line) for line in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         remedy = "Give a CSV file with a line of column names."
         reason = error.strerror if isinstance(error, OSError) else error
@@ -121,7 +132,8 @@ def read_rows(path: Path, topology: Topology) -> list[Measured]:
     if twice := next((name for name in columns if columns.count(name) > 1), None):
         raise FileFormatError(f"{path}: there are two columns {twice!r}", "Leave one of them out.")
     if unknown := [name for name in columns if name not in COLUMNS]:
-        raise FileFormatError(f"{path}: unknown column {unknown[0]!r}", f"The columns are {', '.join(COLUMNS)}.")
+        remedy = "Separate columns by commas." if len(columns) == 1 else f"The columns are {', '.join(COLUMNS)}."
+        raise FileFormatError(f"{path}: unknown column {unknown[0]!r}", remedy)
     if "measured_s" not in columns:
         raise FileFormatError(f"{path}: the column measured_s is missing", "It holds the iteration times in seconds.")
     if "strategy" not in columns and "graph" not in columns:
@@ -130,14 +142,15 @@ def read_rows(path: Path, topology: Topology) -> list[Measured]:
             "Name the strategy file of each row, or its graph and layout (data, tensor, pipeline, microbatches).",
         )
     rows, graphs = [], dict[tuple[str, str, str], OperatorGraph]()
-    for number, line in enumerate(lines, 2):
+    for number, line in lines:
+        where = f"{path}, line {number}"
         try:
             if None in line:
                 raise FileFormatError(f"it has more than the {len(columns)} fields of the first line")
             row = {name: text.strip() for name, text in line.items() if text is not None and text.strip()}
-            rows.append(_Reader(path.parent, topology, row, graphs).read())
+            rows.append(_Reader(path.parent, topology, row, graphs).read(where))
         except FlexsearchError as error:
-            raise error.at(f"{path}, line {number}") from error
+            raise error.at(where) from error
     # What a fit says of other models, the others must teach: else each plan is left out by itself.
     several = len({row.model for row in rows}) > 1
     return [row if row.group else replace(row, group=row.model if several else row.plan) for row in rows]
@@ -151,7 +164,7 @@ class _Reader:
     ) -> None:
         self.folder, self.topology, self.row, self.graphs = folder, topology, row, graphs
 
-    def read(self) -> Measured:
+    def read(self, where: str) -> Measured:
         measured_s, weight = self.number("measured_s"), self.number("weight", "1")
         if (path := self.row.get("strategy")) is not None:
             plan = Strategy.load(self.folder / path)
@@ -159,6 +172,7 @@ class _Reader:
             plan.check(graph, plan.cluster)
             name, cluster = path, plan.cluster
             half = plan.options.precision != "as-is"
+            said: Any = plan.to_file().model_dump(mode="json", exclude={"prediction", "measurement", "search"})
 
             def of_strategy(profile: Profile) -> float:
                 return step_of_strategy(graph, plan, profile).makespan_s
@@ -171,6 +185,8 @@ class _Reader:
             cluster = self.cluster(self.row["topology"]) if "topology" in self.row else self.topology
             half = options.precision != "as-is"
             name = f"{self.row['graph']}, batch {graph.batch}, {layout.data} x {layout.tensor} x {layout.pipeline}"
+            name += f", {layout.microbatches} microbatches" if layout.microbatches > 1 else ""
+            said = cluster.name, repr(layout), repr(options)
             if layout.devices != len(cluster.devices):
                 raise FileFormatError(
                     f"the layout takes {layout.devices} devices, and {cluster.name} has {len(cluster.devices)}",
@@ -179,9 +195,8 @@ class _Reader:
             predict = _LayoutTime(graph, cluster, layout, options)
         if network_name(cluster.name) != network_name(self.topology.name):
             raise FileFormatError(f"it was measured on {cluster.name}, and the topology is {self.topology.name}")
-        plain = {key: value for key, value in self.row.items() if key not in ("measured_s", "weight", "group")}
-        own, model = repr(sorted(plain.items())), f"{graph.name} {self.row.get('seq', '')}".strip()
-        return Measured(name, own, model, self.row.get("group", ""), weight, measured_s, cluster, half, predict)
+        own, model = content_hash([graph.content_hash(), said]), f"{graph.name} {self.row.get('seq', '')}".strip()
+        return Measured(where, name, own, model, self.row.get("group", ""), weight, measured_s, cluster, half, predict)
 
     def cluster(self, name: str) -> Topology:
         """Another cluster, with the code of the one that rows were measured on."""
@@ -196,7 +211,8 @@ class _Reader:
         except ValueError:
             value = inf
         if not isfinite(value) or not 0.0 < value <= MOST:
-            raise FileFormatError(f"{column} is {text or 'empty'!r}", f"Give a number above 0, at most {MOST:,.0f}.")
+            shown = repr(text) if text else "empty"
+            raise FileFormatError(f"{column} is {shown}", f"Give a number above 0, at most {MOST:,.0f}.")
         return value
 
     def whole(self, column: str, usual: str = "") -> int:
@@ -263,7 +279,7 @@ def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) ->
     distinct = len({row.plan for row in rows})
     if distinct == 1:
         raise ProfileError(
-            f"all {len(rows)} rows are of one plan, which does not tell computing from communication",
+            f"the rows ({len(rows)}) are all of one plan, which does not tell computing from communication",
             "Measure other plans, or other models, too.",
         )
     if len(rows) < PLANS_EACH or plans < 2:
@@ -278,7 +294,10 @@ def calibrate(rows: Sequence[Measured], topology: Topology, profile: Profile) ->
     def predict(point: np.ndarray[Any, Any], number: int) -> float:
         values = dict(zip((figure.name for figure in figures), point.tolist(), strict=True))
         learned = corrected(prior, topology.name, values)
-        return rows[number].predict(profile.model_copy(update={"learned": learned}))
+        try:
+            return rows[number].predict(profile.model_copy(update={"learned": learned}))
+        except FlexsearchError as error:
+            raise error.at(rows[number].where) from error
 
     names = sorted({row.group for row in rows})
     fitted = fit(

@@ -154,7 +154,11 @@ def test_few_rows_and_one_plan_are_refused(tmp_path: Path) -> None:
         ("graph,data,measured_s,precision\nlenet,2,1,bf17\n", "precision is 'bf17'"),
         ("strategy,measured_s\nnone.json,1\n", "none.json"),
         ("graph,data,measured_s\nlenet,2,1,7\n", "more than the 3 fields"),
-        ("graph,data,measured_s\nlenet,2,1\nlenet,2,1\nlenet,2,1\n", "of one plan"),
+        ("graph,data,measured_s\nlenet,2,1\nlenet,2.0,1\nlenet,02,1\n", "of one plan"),
+        ("graph;data;measured_s\nlenet;2;1\n", "Separate columns by commas"),
+        ("graph,data,measured_s\nlenet,2\n", "measured_s is empty"),
+        ("graph,data,measured_s\n\nlenet,2,x\n", "line 3"),
+        ("graph,batch,data,measured_s\nlenet,64,2,1\nlenet,62,2,1\nlenet,63,2,1\n", "line 4: a batch of 63"),
     ],
 )
 def test_bad_rows_end_the_command_with_a_reason(cli: Cli, text: str, said: str) -> None:
@@ -162,6 +166,15 @@ def test_bad_rows_end_the_command_with_a_reason(cli: Cli, text: str, said: str) 
     ran = cli("calibrate", "rows.csv", "-t", "ethernet-1g:2")
     assert ran.code == 2 and said in " ".join(ran.err.split()) and "Traceback" not in ran.err
     assert not Path("profile.json").exists()
+
+
+def test_rows_as_spreadsheets_write_them_and_times_in_another_unit(cli: Cli) -> None:
+    """With a byte order mark, and spaces behind commas; milliseconds in place of seconds are pointed out."""
+    lines = [f"lenet, {batch}, 2, {1000 if batch == 64 else 0.01}" for batch in (64, 128, 256, 512)]
+    Path("rows.csv").write_text("\n".join(("graph, batch, data, measured_s", *lines)), encoding="utf-8-sig")
+    ran = cli("calibrate", "rows.csv", "-t", "ethernet-1g:2")
+    assert ran.code == 0 and "rows.csv, line 2: over 100 times" in ran.out
+    assert cli("calibrate", "rows.csv", "-t", "ethernet-1g:2", "--json").json["odd"] == ["rows.csv, line 2"]
 
 
 def test_the_command_writes_a_profile_that_predicts_the_rows(cli: Cli) -> None:

@@ -522,7 +522,7 @@ def test_a_profile_learns_from_what_was_verified(cli: Cli, monkeypatch: pytest.M
     words = " ".join(cli(*command).out.split())
     said = re.search(r"p\.json learned from \d+ plans: computing takes (\S+)x what the profile says\. Median", words)
     assert said is not None and float(said[1]) == pytest.approx(2.25, rel=0.1), words
-    assert "data-sheet figures for the hardware, corrected by measured steps" in words
+    assert "the topology's figures, corrected by measured steps" in words
 
 
 def test_without_its_network_a_cluster_teaches_nothing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

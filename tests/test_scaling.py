@@ -213,9 +213,11 @@ def test_the_command_prints_a_table_a_picture_and_what_it_costs(cli: Cli) -> Non
     assert Path("scale.svg").read_text().startswith("<?xml")
     for words in ("Strong scaling: the same batch", "Weak scaling: the batch grows", "a step costs", "single"):
         assert words in ran.out
+    assert " ".join(ran.out.split()).count("In 8 of 10 cases measured times lie within") == 2
     data = cli(*arguments, "--strong", "--json").json
     assert "weak" not in data
     first, second = data["strong"]["rows"]
+    assert all(row["interval_s"][0] < row["iteration_s"] < row["interval_s"][1] for row in (first, second))
     assert first["cost"]["per_step"] == pytest.approx(0.5 * first["iteration_s"] / 3600)
     assert second["cost"]["per_step"] == pytest.approx(0.5 * 2 * second["iteration_s"] / 3600)
     assert second["speedup"] == pytest.approx(first["iteration_s"] / second["iteration_s"])

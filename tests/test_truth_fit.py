@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.decoders import Model
-from benchmarks.truth import Case, Scored, interval_rows
+from benchmarks.harness import options_with_data, parser
+from benchmarks.truth import FILES, PIPELINE_ROWS, Case, Scored, interval_rows, tables_of
 from benchmarks.truth_causes import CAUSES, causes
 from benchmarks.truth_fit import SHARES, START, another_code, figures_of, fit_gpu, rows_of, with_pipelines
 from flexsearch.cost import Learned
@@ -112,3 +114,16 @@ def test_a_cause_that_made_the_errors_explains_them() -> None:
     lines = {line["cause"]: line for line in causes(rows)}
     assert lines[name]["scale"] == pytest.approx(2.0, rel=0.02)
     assert lines[name]["mape"] < 0.01 < 0.1 < lines["none"]["mape"]
+
+
+def test_tables_whose_files_are_not_there_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["truth.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        options_with_data(parser(""), *FILES.values())
+    assert f"{tmp_path} has no llm_foundry_fsdp.csv" in capsys.readouterr().err
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured" / PIPELINE_ROWS).touch()
+    folder = options_with_data(parser(""), *FILES.values()).data
+    assert folder == tmp_path / "measured" and tables_of(folder) == ["pipelines", "megatron"]

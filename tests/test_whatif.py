@@ -128,6 +128,9 @@ def test_a_plan_is_simulated_on_the_changed_cluster_and_searched_anew(cli: Cli, 
     told = cli(*arguments)
     for words in ("What if: links 2x as fast", "today ", "this plan ", "new search", "With links 2x as fast, this"):
         assert words in told.out
+    assert "In 8 of 10 cases measured times lie within" in " ".join(told.out.split())
+    for row in (data["today"], data["this_plan"], data["searched_anew"]):
+        assert row["interval_s"][0] < row["iteration_s"] < row["interval_s"][1]
 
 
 def test_a_plan_with_microbatches_is_searched_among_layouts(cli: Cli, staged: str) -> None:

@@ -133,8 +133,8 @@ def say(
 def _basis(profile: Profile | None) -> str:
     """Where costs come from."""
     if profile is None:
-        return "data-sheet figures for the hardware; `flexsearch profile` measures yours"
-    basis = "compute times that were measured" if profile.entries else "data-sheet figures for the hardware"
+        return "the topology's figures; `flexsearch profile` measures yours"
+    basis = "compute times that were measured" if profile.entries else "the topology's figures"
     return f"{basis}, corrected by measured steps" if profile.learned is not None else basis
 
 

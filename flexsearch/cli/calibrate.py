@@ -73,7 +73,7 @@ def _data(result: Calibrated, output: Path) -> dict[str, Any]:
     return {
         "path": str(output) if result.changed else None, "most_figures": result.most,
         "figures": {name: {"before": before, "after": after} for name, (before, after) in result.changed.items()},
-        "doubtful": result.doubtful,
+        "doubtful": result.doubtful, "odd": result.odd,
         "residual": None if learned is None or learned.residual is None else learned.residual.model_dump(),
         "rows": [
             {"plan": row.name, "group": row.group, "measured_s": row.measured_s, **dict(zip(names, own, strict=True))}
@@ -97,6 +97,9 @@ def _say(result: Calibrated, output: Path) -> None:
     for row, own in zip(result.rows, errors, strict=True):
         grid.add(row.name, seconds(row.measured_s), *(signed.format(100 * error) for error in own))
     stdout.print(grid)
+    if odd := result.odd:
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        tell(f"\n{odd[0]}{more}: over 100 times as long, or as short, as predicted. Is measured_s in seconds?")
     if not result.changed:
         tell(
             f"\nNothing was learned, and no file written: no figure would predict plans better that were left out "

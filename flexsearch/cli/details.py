@@ -41,8 +41,8 @@ def headline(setting: Setting) -> str:
 def times_words(profile: Profile | None) -> str:
     """Where compute times come from."""
     if profile is None:
-        return "compute times from data sheets (roofline)"
-    words = f"as profiled on {profile.device}" if profile.entries else "from data sheets (roofline)"
+        return "compute times from the topology's figures"
+    words = f"as profiled on {profile.device}" if profile.entries else "from the topology's figures"
     return f"compute times {words}" + (", corrected by measured steps" if profile.learned is not None else "")
 
 

@@ -195,7 +195,7 @@ def _say(
     from flexsearch.cli.details import headline, tell
     from flexsearch.report.layouts import layout_words, memory_words, rate_words, staged_table, usage_words
     from flexsearch.report.uncertainty import aside_words, basis_words, near_words, time_words
-    from flexsearch.report.units import percent, seconds
+    from flexsearch.report.units import percent, ratio, seconds
 
     best = rows[0]
     tell(headline(setting), indent=2)
@@ -210,7 +210,7 @@ def _say(
     fitting = [row.step.makespan_s for row in rows[1:] if not row.step.missing and row.name != SPLITS]
     gain = ""
     if fitting and not result.baseline:
-        gain = f", {percent(min(fitting) / best.step.makespan_s - 1.0)} faster than the best baseline"
+        gain = f", {ratio(min(fitting) / best.step.makespan_s)} as fast as the best baseline"
     if result.set_aside is not None:
         tell(aside_words(best.step.estimate, result.set_aside))
     tell(

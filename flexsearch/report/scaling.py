@@ -228,7 +228,7 @@ def _row_data(scaling: Scaling, point: ScalingPoint) -> dict[str, Any]:
     if not point.fits:
         return data
     tokens = {"tokens_per_s": point.rate * scaling.length} if scaling.length else {}
-    data |= {"samples_per_s": point.rate, **tokens}
+    data |= {"samples_per_s": point.rate, **tokens, "interval_s": step.estimate.interval_s}
     data |= {"speedup": scaling.speedup(point), "efficiency": scaling.efficiency(point)}
     if scaling.price is not None:
         data["cost"] = scaling.price.data(step.makespan_s, point.devices, point.batch, scaling.length)

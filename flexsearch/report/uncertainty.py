@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexsearch.cost.uncertainty import Estimate
@@ -23,6 +23,13 @@ def basis_words(estimate: Estimate) -> str:
         f"In 8 of 10 cases the measured time lies in this interval. Most of the uncertainty comes from {source.name} "
         f"({source.kind}, {percent(estimate.shares[source] / estimate.seconds)} of the time)."
     )
+
+
+def within_words(estimates: Sequence[Estimate]) -> str:
+    """How far measured times may lie from several predicted ones; empty without any."""
+    shares = sorted(estimate.half / estimate.seconds for estimate in estimates if estimate.seconds)
+    ends = " to ".join(dict.fromkeys(percent(share) for share in (*shares[:1], *shares[-1:])))
+    return f"In 8 of 10 cases measured times lie within {ends} of these." if ends else ""
 
 
 def near(estimate: Estimate, others: Mapping[str, Estimate]) -> list[str]:

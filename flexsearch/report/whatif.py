@@ -111,4 +111,5 @@ def _data(one: PlanOnCluster) -> dict[str, Any]:
         "bubbles": step.bubbles, "exposed": step.exposed,
         "peak_bytes": step.fullest.peak, "missing_bytes": step.missing, "devices": step.devices,
         "samples_per_s": step.samples / step.makespan_s if step.makespan_s else None,
+        "interval_s": step.estimate.interval_s,
     }  # fmt: skip
