@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,6 +148,24 @@ def test_a_state_in_an_object_of_python_is_refused_and_taken_out_again(
     model.read = lambda s: 0  # it is written, and nothing reads it
     import_model(model, torch.ones(4, 8), Loss())
     assert vars(statistics) == before
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_state_in_an_object_that_the_first_call_makes_is_refused_where_the_next_one_reads_it(reads: bool) -> None:
+    class Making(Averaging):
+        statistics: Statistics | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if self.statistics is None or not reads:
+                self.statistics = Statistics()
+            self.statistics.mean = self.statistics.mean + y.detach().mean(0)
+            return (y - self.statistics.mean if reads else y).sum()
+
+    model = Making()
+    with pytest.raises(ImportModelError, match="'statistics', which each call makes") if reads else nullcontext():
+        import_model(model, torch.ones(4, 8))
+    assert model.statistics is None
 
 
 def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.holders import Holder, leaves_of
+from flexsearch.graph.holders import Holder, attributes_of, leaves_of
 
 _OF_FORM = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as"})
 """Methods that read no values of their other operand."""
@@ -67,7 +67,7 @@ class Assigned:
         """At the beginning of a trace."""
         self._buffers = {module: dict(module._buffers) for module in self._modules.values()}
         self._states = {holder: _states_of(holder) for holder in self._holders}
-        self._attributes = {holder: dict(holder.attributes) for holder in self._holders if not holder.is_module}
+        self._attributes = {holder: dict(holder.attributes) for holder in self._holders}
         containers: dict[int, tuple[Any, Any]] = {}
         for holder in self._holders:
             for value in holder.own().values():
@@ -97,6 +97,10 @@ class Assigned:
                     continue
                 if following.depends(leaves) or _numbers(leaves) != _numbers(known):
                     self.states[holder, name] = pytree.tree_map(lambda x: x, holder.attributes[name])
+            for name, value in holder.own().items():
+                made = value is not self._attributes[holder].get(name)
+                if made and (own := attributes_of(value)) is not None and following.depends(list(own.values())):
+                    self.states[holder, name] = value
 
     def put_back(self) -> None:
         """Take out again what the call has written into lists, dicts and objects of Python."""
@@ -105,8 +109,8 @@ class Assigned:
                 container.clear()
                 (container.update if isinstance(container, dict) else container.extend)(before)
         for holder, attributes in self._attributes.items():
-            for name, value in [*holder.attributes.items()]:
-                if not _is_state(value) or value is attributes.get(name):
+            for name, value in list(holder.own().items()):
+                if value is attributes.get(name) or not (_is_state(value) or attributes_of(value) is not None):
                     continue
                 if name in attributes:
                     holder.attributes[name] = attributes[name]

@@ -45,7 +45,7 @@ def holders_of(model: nn.Module, loss: Any = None) -> list[Holder]:
         if inside := _items(value):
             seen.add(id(value))
             left.extend((f"{path}[{key!r}]", x) for key, x in inside)
-        elif (attributes := _attributes_of(value)) is not None:
+        elif (attributes := attributes_of(value)) is not None:
             seen.add(id(value))
             found.append(Holder(path, attributes, isinstance(value, nn.Module)))
             left.extend((_join(path, name), x) for name, x in found[-1].own().items())
@@ -68,7 +68,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, list | tuple | deque) else []
 
 
-def _attributes_of(value: Any) -> dict[str, Any] | None:
+def attributes_of(value: Any) -> dict[str, Any] | None:
     """The dict of an object's attributes; None of what has none, or is no state: functions and types, what is
     PyTorch's."""
     kind = type(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from flexsearch.errors import ImportModelError
-from flexsearch.graph.holders import Holder, holders_of
+from flexsearch.graph.holders import Holder, attributes_of, holders_of
 from flexsearch.graph.private import converting_by
 
 _AFTERWARDS = "Remove it, and change gradients after step(batch), before the optimizer's step."
@@ -92,6 +93,15 @@ def _any_values(x: Tensor) -> Tensor:
     return (made * 2).to("cpu" if x.is_meta else x.device, x.dtype)
 
 
+def _with_any_values(value: Any) -> Any:
+    """A nest of tensors, or an object that holds some, with values that no model has."""
+    if (attributes := attributes_of(value)) is None:
+        return pytree.tree_map_only(Tensor, _any_values, value)
+    made = copy(value)
+    vars(made).update(pytree.tree_map_only(Tensor, _any_values, attributes))
+    return made
+
+
 class Attributes:
     """Attributes of a model's modules, and of the objects that they lead to (``holders``), that are numbers of Python,
     as they were; and ``changed``: those that are others at the end of a trace, and attributes that then hold other
@@ -126,7 +136,7 @@ class Attributes:
     def later(self, changed: Mapping[tuple[Holder, str], Any]) -> Iterator[None]:
         """For a while, numbers are those after a call, and tensors hold other values."""
         before = {(holder, name): holder.attributes.get(name, _MISSING) for holder, name in changed}
-        self._put({key: pytree.tree_map_only(Tensor, _any_values, value) for key, value in changed.items()})
+        self._put({key: _with_any_values(value) for key, value in changed.items()})
         try:
             yield
         finally:
