@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flexsearch.errors import ImportModelError
+from flexsearch.errors import ImportModelError, StrategyError
 from flexsearch.graph import Tracing
 from flexsearch.graph.importer import import_forward, import_model
 from flexsearch.lower.layout import Entry
 from flexsearch.lower.pieces import kept
+from flexsearch.runtime.parallel import trace
+from flexsearch.strategy.baselines import baseline
+from flexsearch.topology import Topology
 from tests.test_importer import Fn
 
 
@@ -166,6 +169,20 @@ def test_a_state_in_an_object_that_the_first_call_makes_is_refused_where_the_nex
     with pytest.raises(ImportModelError, match="'statistics', which each call makes") if reads else nullcontext():
         import_model(model, torch.ones(4, 8))
     assert model.statistics is None
+
+
+def test_a_count_that_is_nowhere_in_the_model_is_noticed_before_the_first_step() -> None:
+    count = iter(range(1, 10))
+
+    class Counting(Averaging):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sum() / next(count)
+
+    model = Counting()
+    graph = import_model(model, torch.ones(4, 8))
+    strategy = baseline("data-parallel", graph, Topology.load("ethernet-1g:2"))
+    with pytest.raises(StrategyError, match="gives another one.*another in each call.*make it a buffer"):
+        trace(model, strategy, None, None, None)
 
 
 def test_what_a_call_keeps_may_depend_on_shapes_alone_or_be_read_by_none() -> None:

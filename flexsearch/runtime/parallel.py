@@ -133,8 +133,10 @@ class Traced(NamedTuple):
         if graph.content_hash() != planned.hash:
             raise StrategyError(
                 f"this strategy was made for graph {planned.name!r} ({planned.hash}); this model with this "
-                f"loss gives another one ({graph.content_hash()}). Give the model and loss it was made for, or "
-                "run `flexsearch import` and `flexsearch optimize` again."
+                f"loss gives another one ({graph.content_hash()})",
+                "Give the model and loss it was made for, or run `flexsearch import` and `flexsearch optimize` again. "
+                "If they are the same, the model computes with something that is another in each call (a count, the "
+                "time, numbers drawn by numpy): make it a buffer, or draw by PyTorch.",
             )
 
 
