@@ -181,7 +181,7 @@ def test_a_count_that_is_nowhere_in_the_model_is_noticed_before_the_first_step()
     model = Counting()
     graph = import_model(model, torch.ones(4, 8))
     strategy = baseline("data-parallel", graph, Topology.load("ethernet-1g:2"))
-    with pytest.raises(StrategyError, match="gives another one.*another in each call.*make it a buffer"):
+    with pytest.raises(StrategyError, match=r"gives another one.*another in each call.*make it a buffer"):
         trace(model, strategy, None, None, None)
 
 
