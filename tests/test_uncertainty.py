@@ -192,6 +192,8 @@ def test_intervals_are_printed_and_stored(cli: Cli) -> None:
     plan = "-s", "strategy.json"
     for command in (("explain", "strategy.json"), ("simulate", *plan), ("compare", *plan)):
         assert " ± " in cli(*command).out, command
+    told = cli("simulate", *plan, "--json").json
+    assert tuple(told["interval_s"]) == prediction.interval_s and told["rests_on"] == ran.json["rests_on"]
 
 
 @pytest.mark.parametrize(
