@@ -265,6 +265,7 @@ def test_run_trains_on_local_ranks_and_puts_predicted_beside_measured(cli: Cli) 
     assert all(step["loss"] > 0 and step["iteration_s"] > 0 for step in ran.json["steps"])
     prediction = Strategy.load("strategy.json").prediction
     assert prediction is not None and ran.json["predicted_iteration_s"] == prediction.iteration_s
+    assert tuple(ran.json["predicted_interval_s"]) == prediction.interval_s
     names = {e["args"].get("name", "") for e in json.loads(Path("t.json").read_text())["traceEvents"] if e["ph"] == "M"}
     assert any("predicted" in name for name in names) and any("measured" in name for name in names)
     assert ran.json["errors"][0].keys() >= {"kind", "name", "predicted_s", "measured_s"}

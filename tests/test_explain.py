@@ -482,6 +482,11 @@ def test_diff_tells_people_and_programs_the_same(cli: Cli, plans: Path) -> None:
     data = cli("diff", "half.json", "megatron.json", "--json").json
     assert [plan["name"] for plan in data["plans"]] == ["half.json", "megatron.json"]
     assert data["options"][0]["option"] == "gradient buckets"
+    for plan, (low, high) in zip(data["plans"], data["intervals_s"], strict=True):
+        assert low < plan["iteration_s"] < high
+    apart = abs(data["plans"][0]["iteration_s"] - data["plans"][1]["iteration_s"]) >= data["apart_s"]
+    words = "tell them apart from a difference of" if apart else "cannot tell which is faster"
+    assert words in " ".join(ran.out.split())
     assert "The plans are the same" in cli("diff", "plain.json", "data-parallel").out
 
 

@@ -10,7 +10,7 @@ from flexsearch.cost import Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, UNEQUAL, Estimate, Source
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import with_precision
-from flexsearch.report.uncertainty import aside_words, near, within_words
+from flexsearch.report.uncertainty import apart_words, aside_words, near, within_words
 from flexsearch.report.units import spread
 from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
@@ -145,6 +145,12 @@ def test_several_intervals_are_told_in_one_sentence() -> None:
     assert within_words([nothing]) == ""
 
 
+def test_two_plans_are_said_to_be_too_close_or_not() -> None:
+    a, near_a, other = Estimate(1.0, {MATRIX: 0.9}), Estimate(1.1, {LINKS: 1.0}), Estimate(3.0, {MATRIX: 2.8})
+    assert "cannot tell which is faster: the two would have to differ by 518 ms" in apart_words(a, near_a)
+    assert "A takes 1.00 s ± 0.35, B 3.00 s ± 1.08. Predictions tell them apart from" in apart_words(a, other)
+
+
 def test_a_fifth_of_normal_errors_lies_outside() -> None:
     import numpy as np
 
@@ -186,6 +192,8 @@ def test_intervals_are_printed_and_stored(cli: Cli) -> None:
     plan = "-s", "strategy.json"
     for command in (("explain", "strategy.json"), ("simulate", *plan), ("compare", *plan)):
         assert " ± " in cli(*command).out, command
+    told = cli("simulate", *plan, "--json").json
+    assert tuple(told["interval_s"]) == prediction.interval_s and told["rests_on"] == ran.json["rests_on"]
 
 
 @pytest.mark.parametrize(

@@ -293,11 +293,12 @@ class _Steps:
 
     def end(self, training: Training, trace: Path | None) -> None:
         """Predicted beside measured, and where they differ if that was recorded."""
-        from flexsearch.report.units import ratio, seconds
+        from flexsearch.report.units import ratio, seconds, spread
 
-        measured, predicted = training.measured_s, training.predicted_s
+        measured, predicted, ends = training.measured_s, training.predicted_s, training.prediction.interval_s
+        told = spread(predicted, ends[1] - predicted) if ends is not None and predicted else seconds(predicted)
         stdout.print(
-            f"\nMeasured {seconds(measured)} (median, after warm-up), predicted {seconds(predicted)}: measured is "
+            f"\nMeasured {seconds(measured)} (median, after warm-up), predicted {told}: measured is "
             f"{ratio(measured / predicted) if predicted else '-'} the prediction.",
             soft_wrap=True,
         )

@@ -9,6 +9,7 @@ from flexsearch.cli.common import stdout
 from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows, plan_table
 from flexsearch.report.reading import reading, reading_data
 from flexsearch.report.recipes import recipe_words
+from flexsearch.report.uncertainty import estimate_data
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
 
@@ -71,6 +72,7 @@ def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float 
         "topology": topology.name,
         "plan": row.name,
         **{k: v for k, v in summary.items() if k not in ("name", "note")},
+        **estimate_data(simulation.estimate),
         "words": in_words(row.lowered),
         "tasks": len(row.lowered.tasks),
         "devices": [

@@ -110,12 +110,17 @@ def diff(
             data, parts = layout_comparison_data(setting.graph, found), layout_comparison(found)
         else:
             data, parts = comparison_data(found), comparison(found)
+        one, other = (setting.step(plan).estimate for plan in (first, second))
+    data |= {"intervals_s": [one.interval_s, other.interval_s], "apart_s": one.apart(other)}
 
     def say() -> None:
         from flexsearch.cli.details import headline, tell
+        from flexsearch.report.uncertainty import apart_words
 
         tell(headline(setting), indent=2)
         _print(parts)
+        if one.seconds != other.seconds:
+            tell(f"\n{apart_words(one, other)}")
 
     show(as_json, data, say)
 

@@ -45,6 +45,15 @@ def near_words(estimate: Estimate, others: Mapping[str, Estimate]) -> str:
     return f"Predictions cannot tell it apart from {told}." if names else ""
 
 
+def apart_words(one: Estimate, other: Estimate) -> str:
+    """Whether predictions tell which of two plans, A and B, is faster."""
+    least = seconds(one.apart(other))
+    told = f"A takes {time_words(one)}, B {time_words(other)}. Predictions"
+    if one.is_near(other):
+        return f"{told} cannot tell which is faster: the two would have to differ by {least} or more."
+    return f"{told} tell them apart from a difference of {least} on."
+
+
 def aside_words(answer: Estimate, aside: Estimate) -> str:
     """Why a faster plan is not the answer."""
     gain = 1.0 - aside.seconds / answer.seconds

@@ -24,7 +24,7 @@ from flexsearch.runtime.held import MemoryRow
 from flexsearch.runtime.parallel import MakeOptimizer, Parallel, Traced, distribute, parallelize
 from flexsearch.runtime.timeline import Row, Timeline, compare, compare_memory, record
 from flexsearch.simulate import Simulation, simulate
-from flexsearch.strategy import Strategy
+from flexsearch.strategy import Prediction, Strategy
 
 WARM_UP = 2
 """First steps that are not counted: they allocate memory and open connections."""
@@ -47,11 +47,16 @@ class Training:
     ``lowered``; ``timeline`` if it was asked for."""
 
     steps: tuple[Step, ...]
-    predicted_s: float
+    prediction: Prediction
     graph: OperatorGraph
     lowered: Lowered
     simulation: Simulation
     timeline: Timeline | None
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted iteration time, s."""
+        return self.prediction.iteration_s
 
     @property
     def measured_s(self) -> float:
@@ -68,12 +73,13 @@ class Training:
         return compare_memory(self.lowered, self.simulation, self.timeline) if self.timeline is not None else []
 
     def summary(self) -> dict[str, Any]:
-        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, and with a timeline ``errors`` and
-        ``memory``."""
+        """As JSON: ``steps``, ``median_iteration_s``, ``predicted_iteration_s``, ``predicted_interval_s``, and with
+        a timeline ``errors`` and ``memory``."""
         result: dict[str, Any] = {
             "steps": [vars(step) for step in self.steps],
             "median_iteration_s": self.measured_s,
             "predicted_iteration_s": self.predicted_s,
+            "predicted_interval_s": self.prediction.interval_s,
         }
         if self.timeline is not None:
             result["traced_iteration_s"] = self.timeline.iteration_s
@@ -204,19 +210,23 @@ def _timed(parallel: Parallel, step: Callable[[], Tensor], number: int) -> Step:
 
 def _prediction(
     parallel: Parallel, strategy: Strategy, profile: str | Path | None
-) -> tuple[Lowered, Simulation, float]:
-    """The lowered strategy with the costs at hand, its simulation, and the predicted iteration time, s."""
+) -> tuple[Lowered, Simulation, Prediction]:
+    """The lowered strategy with the costs at hand, its simulation, and the predicted iteration time."""
     lowered = parallel.lowered
     if profile is not None:
         costs = Costs(parallel.graph, strategy.cluster, Profile.load(profile))
         priced = lower_for_ranks(parallel.graph, strategy, strategy.cluster, costs)
         if priced.digest != lowered.digest:  # other forms of communication are faster there than those that run
-            return lowered, simulate(lowered), simulate(priced).makespan_s
+            return lowered, simulate(lowered), _as_prediction(simulate(priced))
         lowered = priced
     simulation = simulate(lowered)
     if profile is None and strategy.prediction is not None:
-        return lowered, simulation, strategy.prediction.iteration_s
-    return lowered, simulation, simulation.makespan_s
+        return lowered, simulation, strategy.prediction
+    return lowered, simulation, _as_prediction(simulation)
+
+
+def _as_prediction(simulation: Simulation) -> Prediction:
+    return Prediction(iteration_s=simulation.makespan_s, interval_s=simulation.estimate.interval_s)
 
 
 def _optimizer(name: str, rate: float) -> MakeOptimizer:
