@@ -153,6 +153,26 @@ def test_a_state_in_an_object_of_python_is_refused_and_taken_out_again(
     assert vars(statistics) == before
 
 
+def test_a_call_that_fails_leaves_nothing_either() -> None:
+    statistics = Statistics()
+
+    def failing(y: Tensor) -> Tensor:
+        statistics.note(y)
+        raise ZeroDivisionError
+
+    class Loss:
+        def __init__(self) -> None:
+            self.statistics = statistics
+
+        def __call__(self, y: Tensor) -> Tensor:
+            return failing(y)
+
+    before = dict(vars(statistics))
+    with pytest.raises(ImportModelError, match="ZeroDivisionError"):
+        import_model(Averaging(), torch.ones(4, 8), Loss())
+    assert vars(statistics) == before and type(statistics.all[0]) is Tensor
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_state_in_an_object_that_the_first_call_makes_is_refused_where_the_next_one_reads_it(reads: bool) -> None:
     class Making(Averaging):

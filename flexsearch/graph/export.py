@@ -86,15 +86,17 @@ class Step(nn.Module):
         following, switching = Following((args, kwargs, targets)), Switching(self.tracer is None)
         checks = self.checks if self.checks.needed else nullcontext()
         self.assigned.start()
-        with Detaching(), Refusing(), following, switching, weights_stay(), checks:
-            if self.tracer is not None:
-                self.tracer.start()
-            result = self._result(args, kwargs, targets)
-            switching.settle()
-            self.assigned.settle(following)
-            self.attributes.note(self.assigned.states)
+        try:
+            with Detaching(), Refusing(), following, switching, weights_stay(), checks:
+                if self.tracer is not None:
+                    self.tracer.start()
+                result = self._result(args, kwargs, targets)
+                switching.settle()
+                self.assigned.settle(following)
+                self.attributes.note(self.assigned.states)
+                return result
+        finally:
             self.assigned.put_back()
-            return result
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
         output = self.model(*args, **kwargs)
