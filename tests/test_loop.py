@@ -537,7 +537,7 @@ def _on_its_own() -> list[str]:
         with pytest.raises(ValueError):
             of_first_rank(answer, "failing", 60.0)
         return []
-    return [of_first_rank(answer, "failing", 60.0), of_first_rank(answer, "unasked", 0.1)]
+    return [of_first_rank(answer, "failing", 60.0), of_first_rank(answer, "unasked", 60.0, 0.1)]
 
 
 def test_ranks_answer_for_themselves_where_the_first_one_does_not() -> None:

@@ -8,18 +8,21 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+BEGIN_S: Final = 60.0
+"""How much later than the others rank 0 may ask the same: all import the model before."""
 _calls: Counter[str] = Counter()
 
 
-def of_first_rank(make: Callable[[], str], what: str, wait_s: float) -> str:
+def of_first_rank(make: Callable[[], str], what: str, wait_s: float, begin_s: float = BEGIN_S) -> str:
     """The text that ``make`` returns on rank 0. Each rank calls ``make`` where ranks have no store yet, as they were
-    not started by torchrun, and where rank 0 fails, or leaves the others waiting for more than ``wait_s`` seconds.
-    ``what``: the question that ``make`` answers; rank 0 waits for nobody."""
+    not started by torchrun, and where rank 0 fails, begins more than ``begin_s`` seconds later, as it may not ask the
+    same at all, or takes more than ``wait_s``. ``what``: the question that ``make`` answers; rank 0 waits for
+    nobody."""
     store, rank = _store()
     if store is None:
         return make()
@@ -28,12 +31,14 @@ def of_first_rank(make: Callable[[], str], what: str, wait_s: float) -> str:
     key = f"flexsearch/shared/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}/{number}"
     if rank == 0:
         answer = ""
+        store.set(f"{key}/asked", "")
         try:
             answer = make()
         finally:
             store.set(key, answer)
         return answer
     try:
+        store.wait([f"{key}/asked"], timedelta(seconds=begin_s))
         store.wait([key], timedelta(seconds=wait_s))
     except RuntimeError:  # of the time-out
         return make()
