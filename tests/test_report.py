@@ -32,7 +32,7 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
-from flexsearch.report.summary import Group, ranges, told_apart
+from flexsearch.report.summary import Group, layer_range, ranges, told_apart
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import treatment
 from flexsearch.search.space import Space
@@ -142,6 +142,12 @@ def test_steps_of_a_layer_and_layers_of_a_stack_that_lie_apart_have_names_of_the
     assert len(set(names)) == len(names) <= 10
     assert {"encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "attention.combine"} <= set(names)
     assert "head (linear, steps 27-39)" in names
+
+
+def test_layers_in_a_list_of_layers_are_no_list_themselves() -> None:
+    assert layer_range(["branch.0", "branch.1"]) == "branch.0,1"
+    assert layer_range(["features.conv1", "features.conv2"]) == "features.conv1, conv2"
+    assert layer_range(["branch.0", "branch.1", "branch.2"]) == "branch.0..2"
 
 
 def test_the_same_devices_in_another_order_are_told_apart() -> None:

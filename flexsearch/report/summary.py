@@ -47,7 +47,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def layer_range(layers: Sequence[str]) -> str:
-    """Layers that follow each other in a word: "features.conv1..conv5"; a block is left out beside its own parts."""
+    """Layers that follow each other in a word: "features.conv1..conv5", "stem.0,1"; a block is left out beside its own
+    parts."""
     names = list(dict.fromkeys(layers))
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     first, last = names[0], names[-1]
@@ -57,7 +58,7 @@ def layer_range(layers: Sequence[str]) -> str:
     common = 0
     while common < min(len(a), len(b)) - 1 and a[common] == b[common]:
         common += 1
-    dots = ".." if len(names) > 2 else ", "
+    dots = ".." if len(names) > 2 else "," if b[-1].isdigit() else ", "
     return f"{first}{dots}{'.'.join(b[common:])}"
 
 
