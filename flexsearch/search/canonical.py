@@ -47,7 +47,7 @@ class Complexity:
 
     def simpler(self, than: Complexity) -> bool:
         """Whether there is less to tell: first of configs, then of devices, then of storage."""
-        return (self.runs, self.orders, self.shards, self.stray) < (than.runs, than.orders, than.shards, than.stray)
+        return (self.runs, self.stray, self.orders, self.shards) < (than.runs, than.stray, than.orders, than.shards)
 
 
 def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
