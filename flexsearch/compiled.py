@@ -216,6 +216,10 @@ class _Waiting:
     def seconds(self) -> float:
         return self._before_s + (time.monotonic() - self._since_s if self._depth else 0.0)
 
+    @property
+    def now(self) -> bool:
+        return self._depth > 0
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
@@ -240,6 +244,11 @@ _waiting: Final = _Waiting()
 def compiling_s() -> float:
     """Seconds that this process's main thread has waited for machine code so far (if ``compiles_for_all``; else 0)."""
     return _waiting.seconds
+
+
+def is_compiling() -> bool:
+    """Whether this process's main thread waits for machine code now (as ``compiling_s`` counts it)."""
+    return _waiting.now
 
 
 @contextmanager

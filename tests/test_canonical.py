@@ -108,6 +108,30 @@ def test_stray_orders_of_devices_are_put_right_where_they_do_not_matter(space: S
     assert answer[odd] == configs[odd]
 
 
+def test_devices_that_are_alike_are_renamed_where_only_relations_among_orders_matter(space: Space) -> None:
+    """Half of the layers lie on two devices, in the order that the others have these in: sorting some would cost."""
+    to = (2, 1, 3, 0)
+    wide = [config.on(to[d] for d in config.devices) for config in plan(space)]
+    half = {i: config.on(to[d] for d in (0, 2)) for i, config in enumerate(plan(space, "data-parallel")) if i % 2}
+    half = {i: replace(config, degrees=(), replicas=2) for i, config in half.items()}
+    configs = tuple(half.get(i, config) for i, config in enumerate(wide))
+
+    def evaluate(tried: Configs, limit: float) -> Evaluation:
+        """What moves: a device that holds another part than before, relative to the first operator."""
+        place = {d: k for k, d in enumerate(tried[0].devices)}
+        before = {d: k for k, d in enumerate(configs[0].devices)}
+        moved = sum(
+            [place[d] for d in now.devices] != [before[d] for d in config.devices]
+            or replace(now, devices=config.devices) != config
+            for now, config in zip(tried, configs, strict=True)
+        )  # fmt: skip
+        return Evaluation(1.0 + moved, 0.0)
+
+    answer = simplify(space, configs, evaluate)
+    assert evaluate(answer, inf).cost == 1.0
+    assert {config.devices for config in answer} == {(0, 1, 2, 3), (0, 2)}
+
+
 def test_it_stops_when_it_is_told_to(space: Space) -> None:
     configs, _ = odd_one(space)
     assert simplify(space, configs, same(), stop=lambda: True) == configs

@@ -14,7 +14,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
-from flexsearch.direct import direct
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.weight_gradients import able, with_weight_gradients
 from flexsearch.lower import Lowered, Lowering
@@ -26,9 +25,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import Memory, memory
 from flexsearch.simulate.account import missing_memory
 from flexsearch.simulate.delta import DeltaSimulator
-from flexsearch.simulate.lifetimes import list_spans
-from flexsearch.simulate.memory import _account, memory_of
-from flexsearch.simulate.most import most_bytes
+from flexsearch.simulate.memory import memory_of
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.schedule import placement
@@ -45,7 +42,6 @@ from tests.test_schedule import staged
 from tests.test_search import with_memory
 
 Configs = tuple[OperatorConfig, ...]
-_list_spans, _most_bytes = direct(list_spans), direct(most_bytes)
 OPTIMIZERS = ("sgd", "momentum", "adam")
 
 
@@ -248,21 +244,6 @@ def test_the_account_of_any_walk_is_that_of_the_plan(name: str, seed: int) -> No
     walk(graph, middling(graph, TOPOLOGIES["slow hosts"]()), seed, 25)
 
 
-def test_no_unit_takes_more_than_what_is_said_at_once() -> None:
-    """A plan whose units come to less than there is room for is not looked at closer."""
-    for make in GRAPHS.values():
-        graph, cluster = make(), TOPOLOGIES["slow hosts"]()
-        rng, lowering = np.random.Generator(np.random.PCG64(5)), Lowering(graph, cluster, Costs(graph, cluster))
-        for bucket in (1, 1000, 25 * 2**20):
-            lowered = lowering.lower(Space(graph, cluster).random_plan(rng), Options(bucket_bytes=bucket))
-            account, sources, state = _account(lowered)
-            for unit in map(np.uint64, range(len(sources.units.root))):
-                _list_spans(sources, state, unit, account.spans)
-                count, taken = int(account.spans.size[0]), np.zeros(len(cluster.devices), np.int64)
-                np.add.at(taken, account.spans.device[:count], account.spans.nbytes[:count])
-                assert taken.max() <= _most_bytes(sources, state, unit)
-
-
 def test_a_change_that_lacks_memory_for_several_microbatches_is_noticed() -> None:
     graph, topology, options = GRAPHS["transformer"](), TOPOLOGIES["slow hosts"](), Options()
     stages = Stages((0,), (tuple(range(len(topology.devices))),), 8, "gpipe")
@@ -392,7 +373,7 @@ def test_the_peak_over_microbatches_is_that_of_the_passes_laid_out(
         rows = PlanRows(lowering, Templates(lowering), options, cut)
         rows.set(dict(enumerate(configs)))
         account, sources = make_account(rows)
-        missing_memory(account, sources, rows.state, True)
+        missing_memory(account, sources, rows.state)
         spans = spans_of(lowering.lower(configs, options, cut))
         used = [d for of in cut.devices for d in of]
         expected = [unrolled(spans, rows.schedule, d) for d in used]

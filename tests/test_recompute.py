@@ -275,7 +275,7 @@ def test_stages_and_microbatches_do_it_in_every_backward_pass(count: int, option
     rows = PlanRows(lowering, Templates(lowering), options, cut)
     rows.set(dict(enumerate(configs)))
     account, sources = make_account(rows)
-    missing_memory(account, sources, rows.state, True)
+    missing_memory(account, sources, rows.state)
     plan = lowering.lower(configs, options, cut)
     spans = spans_of(plan)
     assert account.peak.tolist() == [test_memory.unrolled(spans, rows.schedule, d) for d in range(4)]

@@ -32,11 +32,12 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
-from flexsearch.report.summary import Group, ranges, told_apart
+from flexsearch.report.summary import Group, layer_range, ranges, told_apart
 from flexsearch.report.units import nbytes, percent, ratio, seconds
+from flexsearch.report.words import treatment
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
-from flexsearch.strategy import Options, States
+from flexsearch.strategy import Options, States, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.test_simulate import GraphMaker, convnet, mlp, plan, weird_trick
@@ -124,6 +125,39 @@ def test_parts_of_a_layer_that_are_treated_differently_are_told_apart() -> None:
     more = Group("head", "way 0", (len(graph.operators) - 1,))
     names = [group.layers for group in told_apart(graph, [*told, more])]
     assert names == ["attention (einsum, softmax)", "attention (cat)", "head"]
+
+
+def test_steps_of_a_layer_and_layers_of_a_stack_that_lie_apart_have_names_of_their_own() -> None:
+    """NMT with each layer on a GPU of its own, and the steps of its output layer on four."""
+    graph, topology = OperatorGraph.load("nmt"), Topology.load("p100:4")
+    modules = [op.module for op in graph.operators]
+    place = {module: k for k, module in enumerate(sorted(set(modules) - {"head"}))}
+    steps = [i for i, module in enumerate(modules) if module == "head"]
+    configs = [
+        make_config(op, {}, [place.get(op.module, 12 + min(3, steps.index(i) // 9) if i in steps else 0)])
+        for i, op in enumerate(graph.operators)
+    ]
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    names = [group.layers for group in told]
+    assert len(set(names)) == len(names) <= 10
+    assert {"encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "attention.combine"} <= set(names)
+    assert "head (linear, steps 27-39)" in names
+
+
+def test_layers_in_a_list_of_layers_are_no_list_themselves() -> None:
+    assert layer_range(["branch.0", "branch.1"]) == "branch.0,1"
+    assert layer_range(["features.conv1", "features.conv2"]) == "features.conv1, conv2"
+    assert layer_range(["branch.0", "branch.1", "branch.2"]) == "branch.0..2"
+
+
+def test_the_same_devices_in_another_order_are_told_apart() -> None:
+    graph, cluster = mlp(), Topology.load("p100:2")
+    op = graph.operators[0]
+    natural = make_config(op, {"b0": 2, "o": 4}, range(8))
+    other = natural.on([0, 4, 1, 5, 2, 6, 3, 7]).sharded(States.WEIGHTS)
+    splits = "batch (2) x output features (4) over 8 GPUs on 2 hosts"
+    assert treatment(graph, cluster, op, natural) == splits
+    assert treatment(graph, cluster, op, other) == f"{splits} in the order 0,4,1,5,..., weights sharded"
 
 
 def test_data_parallelism_is_one_sentence(data_parallel: Lowered) -> None:

@@ -105,3 +105,27 @@ def test_progress_is_told_without_a_terminal(cli: Cli, monkeypatch: pytest.Monke
     assert "Compiling" not in ran.err
     monkeypatch.setattr(compiled, "is_warm", lambda: False)
     assert "Compiling for this machine" in cli(*OPTIMIZE).err
+
+
+def test_a_baseline_is_compiled_for_in_sight(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch import compiled
+    from flexsearch.errors import StrategyError
+    from flexsearch.setting import Setting
+
+    def baseline(*_: object) -> None:
+        raise StrategyError("what is simulated here compiles")
+
+    monkeypatch.setattr(Setting, "baseline", baseline)
+    monkeypatch.setattr(compiled, "is_warm", lambda: False)
+    ran = cli("simulate", "alexnet", "-t", "ethernet-1g-4", "--baseline", "fsdp")
+    assert ran.code == 2 and "Compiling for this machine" in ran.err
+
+
+def test_compiling_is_told_where_other_commands_have_compiled_before(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexsearch import compiled
+    from flexsearch.cli import progress
+
+    monkeypatch.setattr(progress, "FIRST_S", 0.02)
+    monkeypatch.setattr(compiled, "is_compiling", lambda: True)
+    ran = cli("simulate", "alexnet", "-t", "ethernet-1g-4", "--baseline", "fsdp")
+    assert ran.code == 0 and "compiling once for this machine (" in ran.err

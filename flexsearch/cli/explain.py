@@ -167,9 +167,10 @@ def _two(
             )
     path = a if loaded[0] is not None else b
     setting = setting_of(path, known, graph, None, profile, size, "--graph GRAPH")
-    first, second = (
-        plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
-    )
+    with Live(compiling()):  # the best bucket size of a baseline is found by simulating it
+        first, second = (
+            plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
+        )
     return (first, second), setting
 
 

@@ -262,7 +262,9 @@ def _named_plan(options: SimulateOptions) -> tuple[str, Strategy, Setting]:
     step = make_options(
         options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
     )
-    return options.baseline, setting.baseline(options.baseline, step), setting
+    with Live(compiling()):  # its best bucket size is found by simulating it
+        plan = setting.baseline(options.baseline, step)
+    return options.baseline, plan, setting
 
 
 def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:

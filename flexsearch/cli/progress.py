@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 FIRST_S, EVERY_S = 1.0, 5.0
 """Seconds before the first line, and between two."""
+COMPILING = "compiling once for this machine"
 
 
 class Live:
@@ -37,8 +39,7 @@ class Live:
     def __enter__(self) -> Self:
         if stderr.is_terminal:
             self._bar.start()
-        else:
-            self._lines.start()
+        self._lines.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,10 +56,14 @@ class Live:
         wait_s = FIRST_S
         while not self._over.wait(wait_s):
             wait_s = EVERY_S
+            phase = COMPILING if _is_compiling() else self._phase
+            if stderr.is_terminal:
+                self._bar.update(self._task, description=phase)
+                continue
             share = f", {min(1.0, self._done / self._total):.0%}" if self._total and self._done else ""
             state = f"   {self._state}" if self._state else ""
             elapsed = time.monotonic() - self._began
-            stderr.print(f"{self._phase} ({elapsed:.0f} s{share}){state}", soft_wrap=True)
+            stderr.print(f"{phase} ({elapsed:.0f} s{share}){state}", soft_wrap=True)
 
 
 def compiling() -> str:
@@ -69,7 +74,13 @@ def compiling() -> str:
         return "getting ready"
     where = f"; the result is kept in {compiled.folder}" if compiled.folder is not None else ""
     stderr.print(f"Compiling for this machine, which takes about 20 seconds, once{where}.", soft_wrap=True)
-    return "compiling once for this machine"
+    return COMPILING
+
+
+def _is_compiling() -> bool:
+    """Also where other commands have compiled before, but not all that this one needs."""
+    compiled = sys.modules.get("flexsearch.compiled")  # importing it takes long
+    return compiled is not None and bool(getattr(compiled, "is_compiling", bool)())
 
 
 class SearchLive(Live):

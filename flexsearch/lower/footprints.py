@@ -38,12 +38,11 @@ class Landings(NamedTuple):
     """What reshards leave on devices. Reshard r has rows ``[landing_first[r], landing_last[r])``, one for each device
     that it concerns: ``device``, its ``role``, and bytes of the new ``copy``, of the layout in between (``middle``),
     and of what arrives in receive buffers in the first and second phase (``staged``, ``staged_again``): what is only a
-    part of what it is for, or is added to more. ``most``: by reshard, the most bytes on one device, all together.
+    part of what it is for, or is added to more.
     Whether source entry k of reshard r is used (``note_used``) is ``used[used_first[r] + k]``."""
 
     landing_first: U32
     landing_last: U32
-    most: I64
     used_first: U32
     used: U8
     device: U32
@@ -83,7 +82,9 @@ def append_landing(
     is there is of interest if it ``synchronises`` gradients. ``size``: (2,) rows, and entries of sources, so far, which
     grow. False, and nothing added, if there is no room."""
     entries = source.size[0]
-    if number == np.uint64(landings.most.shape[0]) or size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
+    if number == np.uint64(landings.landing_first.shape[0]):
+        return False
+    if size[0] + blocks.devices[0] > np.uint64(landings.device.shape[0]):
         return False
     if size[1] + entries > np.uint64(landings.used.shape[0]):
         return False
@@ -191,7 +192,6 @@ def _check_alike(sums: Sums, blocks: BlockMap) -> None:
 @lean
 def _write(itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: Any, size: U64) -> None:
     """One row for each device that is concerned; the sums are zero again afterwards."""
-    most = np.int64(0)
     landings.landing_first[number] = size[0]
     for d in range(np.uint64(sums.role.shape[0])):
         total = sums.copy[d] + sums.middle[d] + sums.staged[d] + sums.staged_again[d]
@@ -202,8 +202,7 @@ def _write(itemsize: Any, sums: Sums, devices: Any, landings: Landings, number: 
             landings.device[at], landings.role[at] = d, sums.role[d]
             landings.copy[at], landings.middle[at] = itemsize * sums.copy[d], itemsize * sums.middle[d]
             landings.staged[at], landings.staged_again[at] = itemsize * sums.staged[d], itemsize * sums.staged_again[d]
-            most = max(most, itemsize * total)
             size[0] = at + ONE
         sums.role[d] = 0
         sums.copy[d] = sums.middle[d] = sums.staged[d] = sums.staged_again[d] = 0
-    landings.landing_last[number], landings.most[number] = size[0], most
+    landings.landing_last[number] = size[0]

@@ -24,8 +24,7 @@ TYPES: dict[str, Any] = {
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
     "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "used": np.uint8,
-    "most": np.int64, "copy": np.int64,
-    "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
+    "copy": np.int64, "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
@@ -84,7 +83,7 @@ class GrowingPools:
             (tuple(name for name in Pools._fields if name.startswith("config_")), int(used.configs[0])),
             (tuple(name for name in Pools._fields if name.startswith("entry_")), int(used.entries[0])),
             (("layout",), int(used.layouts[0])),
-            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "most", "used_first"),
+            (("reshard_first", "reshard_middle", "reshard_last", "landing_first", "landing_last", "used_first"),
              int(used.reshards[0])),
             (("device", "role", "copy", "middle", "staged", "staged_again"), int(used.landings[0])),
             (("used",), int(used.landings[1])),

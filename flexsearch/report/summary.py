@@ -23,6 +23,7 @@ FEW: Final = 6
 MAINLY: Final = 0.8
 """A layer's operators (steps, blocks) are told by what so many of them have in common."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
+_CALL = re.compile(r"_(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def layer_range(layers: Sequence[str]) -> str:
-    """Layers that follow each other in a word: "features.conv1..conv5"; a block is left out beside its own parts."""
+    """Layers that follow each other in a word: "features.conv1..conv5", "stem.0,1"; a block is left out beside its own
+    parts."""
     names = list(dict.fromkeys(layers))
     names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     first, last = names[0], names[-1]
@@ -56,7 +58,7 @@ def layer_range(layers: Sequence[str]) -> str:
     common = 0
     while common < min(len(a), len(b)) - 1 and a[common] == b[common]:
         common += 1
-    dots = ".." if len(names) > 2 else ", "
+    dots = ".." if len(names) > 2 else "," if b[-1].isdigit() else ", "
     return f"{first}{dots}{'.'.join(b[common:])}"
 
 
@@ -83,23 +85,44 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
     for shorter in (None, _mainly, _whole_modules):
         rows = rows if shorter is None else shorter(rows)
-        for groups in (joined := _joined(graph, rows), _by_treatment(joined)):
+        for groups in (joined := told_apart(graph, _joined(graph, rows)), _by_treatment(joined)):
             if len(groups) <= MOST:
-                return told_apart(graph, groups)
-    return told_apart(graph, _largest(graph, groups))
+                return groups
+    return _largest(graph, groups)
 
 
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups of the same layers with what they compute: "attention (einsum, softmax)", "attention (cat)"."""
-    count = Counter(group.layers for group in groups)
+    """Groups of the same layers by the one layer that they are part of, "attention.query"; else with what they compute,
+    "attention (einsum, softmax)", "attention (cat)"; and where that is the same, too, with its steps: "head (linear,
+    steps 0-9)"."""
+    same = Counter(group.layers for group in groups)
+    groups = [_by_layer(graph, group) if same[group.layers] > 1 else group for group in groups]
+    kinds = [tuple(dict.fromkeys(graph.operators[i].kind for i in group.operators)) for group in groups]
+    same = Counter(group.layers for group in groups)
+    alike = Counter((group.layers, of) for group, of in zip(groups, kinds, strict=True))
     result = []
-    for group in groups:
+    for group, of in zip(groups, kinds, strict=True):
         layers = group.layers
-        if count[layers] > 1:
-            kinds = list(dict.fromkeys(graph.operators[i].kind for i in group.operators))
-            layers += f" ({', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''})"
+        if same[layers] > 1:
+            steps = _steps(graph, group.operators) if alike[layers, of] > 1 else ""
+            layers += f" ({', '.join(of[:3])}{', ...' if len(of) > 3 else ''}{steps})"
         result.append(Group(layers, group.treatment, group.operators))
     return tuple(result)
+
+
+def _by_layer(graph: OperatorGraph, group: Group) -> Group:
+    layer, *others = {layer_of(graph, i) for i in group.operators}
+    return group if others else Group(layer, group.treatment, group.operators)
+
+
+def _steps(graph: OperatorGraph, operators: Iterable[int]) -> str:
+    """What tells operators from others of their layer: how often it was called before, which their names end in."""
+    matches = (_CALL.search(graph.operators[i].name) for i in operators)
+    steps = sorted({int(match[1]) if match else 0 for match in matches})
+    told = ranges(steps)
+    if told.count(",") < FEW:
+        return f", step{'s' if len(steps) > 1 else ''} {told}"
+    return f", {len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
 def _joined(graph: OperatorGraph, rows: Iterable[_Row]) -> tuple[Group, ...]:
@@ -138,11 +161,11 @@ def _mainly(rows: Sequence[_Row]) -> list[_Row]:
 
 
 def _whole_modules(rows: Sequence[_Row]) -> list[_Row]:
-    """Layers of a module that are treated alike, as that module."""
+    """Layers of a module (of a block, where that is repeated) that are treated alike, as that module."""
     merged: dict[tuple[str, str], list[int]] = {}
     for row in rows:
-        parent = row.pattern.rpartition(".")[0] or row.pattern
-        merged.setdefault((parent, row.treatment), []).extend(row.operators)
+        parent = "" if row.pattern.endswith("*") else row.pattern.rpartition(".")[0]
+        merged.setdefault((parent or row.pattern, row.treatment), []).extend(row.operators)
     return [_Row(parent, text, tuple(sorted(operators))) for (parent, text), operators in merged.items()]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Final
 
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
@@ -15,6 +16,8 @@ from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges,
 from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
+SHOWN: Final = 4
+"""So many devices are told of an order."""
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
           5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
@@ -64,13 +67,21 @@ def device_set(topology: Topology, devices: Iterable[int]) -> str:
 
 
 def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:
-    """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1"."""
+    """What a config does with an operator: "batch over 4 hosts", "replicated on 4 hosts", "on host1", "heads (2) x
+    replicated (2) over 4 GPUs in the order 0,2,1,3"."""
     where = device_set(topology, config.devices)
     weighted = _weighted(graph, graph.index[op.name])
     tail = _sharding_words(topology, config) if weighted and len(config.devices) > 1 else ""
     if not config.degrees:
         return f"on {where}" if len(config.devices) == 1 else f"replicated on {where}{tail}"
-    return f"{split_words(graph, op, config)} over {where}{tail}"
+    return f"{split_words(graph, op, config)} over {where}{_order_words(config.devices)}{tail}"
+
+
+def _order_words(devices: Sequence[int]) -> str:
+    """What tells devices in this order from the same ones in ascending order."""
+    if list(devices) == sorted(devices):
+        return ""
+    return f" in the order {','.join(map(str, devices[:SHOWN]))}{',...' if len(devices) > SHOWN else ''}"
 
 
 def _sharding_words(topology: Topology, config: OperatorConfig) -> str:

@@ -38,22 +38,24 @@ Changes = Mapping[int, OperatorConfig]
 class Complexity:
     """How much there is to tell of a plan. ``runs``: over all sorts of operators, how often the config changes from one
     to the next of that sort. ``shards``: operators that shard weights. ``orders``: different lists of devices, those
-    out of order counted twice."""
+    out of order counted twice. ``stray``: operators whose devices are out of order."""
 
     runs: int
     shards: int
     orders: int
+    stray: int
 
     def simpler(self, than: Complexity) -> bool:
         """Whether there is less to tell: first of configs, then of devices, then of storage."""
-        return (self.runs, self.orders, self.shards) < (than.runs, than.orders, than.shards)
+        return (self.runs, self.stray, self.orders, self.shards) < (than.runs, than.stray, than.orders, than.shards)
 
 
 def complexity(alike: Sequence[Sequence[int]], configs: Configs) -> Complexity:
     """How much there is to tell of a plan. ``alike``: the ``sorts`` of its operators."""
     runs = sum(_runs([configs[i] for i in members]) for members in alike)
-    lists = {config.devices for config in configs}
-    return Complexity(runs, sum(config.states > 0 for config in configs), sum(map(_words, lists)))
+    lists = Counter(config.devices for config in configs)
+    stray = sum(count for devices, count in lists.items() if _words(devices) > 1)
+    return Complexity(runs, sum(config.states > 0 for config in configs), sum(map(_words, lists)), stray)
 
 
 def _runs(row: Sequence[OperatorConfig]) -> int:
@@ -87,8 +89,8 @@ def simplify(
     stop: Callable[[], bool] = lambda: False,
 ) -> Configs:
     """A plan like ``configs`` that is told in fewer words: layers that are alike are split alike, weights are sharded
-    only where that helps, devices stand in ascending order, light operators follow their neighbours; all of it only
-    where it costs little.
+    only where that helps, devices stand in ascending order (where they are alike, under other numbers), light operators
+    follow their neighbours; all of it only where it costs little.
 
     ``evaluate``: the exact cost of a plan (an ``Evaluator``); of one that takes longer than it may, infinity will do.
     It is called for each plan that is tried, and at last for the plan that is returned, which it then has at hand. The
@@ -105,7 +107,7 @@ def simplify(
     for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
         for _ in range(ROUNDS):
             before = run.configs
-            for propose in (_without_shards, _ascending, _alike, _following, _smoothed):
+            for propose in (_renumbered, _without_shards, _ascending, _alike, _following, _smoothed):
                 for changes in propose(run, run.configs):
                     run.attempt(changes, most)
             if run.configs == before:
@@ -163,7 +165,8 @@ class Simplifying:
 
     def after(self, changes: Changes) -> Complexity:
         """As ``complexity`` of the plan with these changes."""
-        now, runs, shards, orders = self.configs, self.complexity.runs, self.complexity.shards, self.complexity.orders
+        now, was = self.configs, self.complexity
+        runs, shards, orders, stray = was.runs, was.shards, was.orders, was.stray
         for k in {self._sort[i] for i in changes}:
             runs += _runs([changes.get(i, now[i]) for i in self.sorts[k]]) - self._runs[k]
         more = Counter[tuple[int, ...]]()
@@ -172,9 +175,10 @@ class Simplifying:
             more[config.devices] += 1
             more[now[i].devices] -= 1
         for devices, count in more.items():
-            before = self._lists[devices]
-            orders += _words(devices) * ((before + count > 0) - (before > 0))
-        return Complexity(runs, shards, orders)
+            before, words = self._lists[devices], _words(devices)
+            orders += words * ((before + count > 0) - (before > 0))
+            stray += count * (words > 1)
+        return Complexity(runs, shards, orders, stray)
 
 
 def _without_shards(run: Simplifying, configs: Configs) -> Iterator[Changes]:
@@ -195,6 +199,15 @@ def _ascending(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     for devices in dict.fromkeys(configs[i].devices for i in stray):
         yield {i: configs[i].on(sorted(devices)) for i in stray if configs[i].devices == devices}
     yield {i: _ordered_replicas(configs[i]) for i in stray}
+
+
+def _renumbered(run: Simplifying, configs: Configs) -> Iterator[Changes]:
+    """The devices of all operators under other numbers, which put one of the commonest stray orders right: where
+    devices are alike, plans that differ in these numbers only are the same."""
+    stray = Counter(c.devices for c in configs if list(c.devices) != sorted(c.devices))
+    for devices, _ in stray.most_common(CANDIDATES):
+        to = dict(zip(devices, sorted(devices), strict=True))
+        yield {i: config.on(to.get(d, d) for d in config.devices) for i, config in enumerate(configs)}
 
 
 def _ordered_replicas(config: OperatorConfig) -> OperatorConfig:

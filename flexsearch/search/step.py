@@ -109,7 +109,7 @@ def advance(
             return ASK if ticks == -LACKING else NO_ROWS if ticks == -FULL else ENGINE
         info.seconds[0] = float(ticks) * TICK if ticks != LATE else np.inf
         slow = info.seconds[0] > threshold(draws, schedule, chain)
-        info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, plan.proposed, False)
+        info.shortfall[0] = 0.0 if slow else missing_memory(account, sources, plan.proposed)
         _decide(draws, schedule, chain, info, plan, engine)
         draws.row[0] += ONE
 

@@ -102,7 +102,7 @@ def _is_better(trials: Trials, account: Account, sources: Sources, plan: Plan, t
     """Whether the trial at hand, which takes so many ticks, is better than the plan at hand: what fits into memory is
     better than what does not."""
     seconds = float(ticks) * TICK
-    shortfall = missing_memory(account, sources, plan.proposed, False)
+    shortfall = missing_memory(account, sources, plan.proposed)
     trials.seconds[0], trials.shortfall[0] = seconds, shortfall
     cost = seconds * (1.0 + trials.penalty[0] * shortfall)
     return cost <= trials.limit[0] and (shortfall == 0.0 or trials.fits[0] == 0)

@@ -10,8 +10,7 @@ gradients leave with the final one, which is the last or, where backward passes 
 left of the gradients of one is added to the sum during the next.
 
 The account is that of one plan. It moves to another by the spans of the units around the operators whose configs
-differ: minus the old ones, plus the new ones. It moves lazily: as long as the units that differ could not fill the room
-that is left on any device even if nothing old went, a plan fits.
+differ: minus the old ones, plus the new ones.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from flexsearch.lower.arrays import State
 from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
 from flexsearch.simulate.lifetimes import list_spans
-from flexsearch.simulate.most import most_bytes
 from flexsearch.simulate.spans import BUFFERS, GRADIENTS, Sources, Spans
 
 CELLS: Any = np.uint64(5)
@@ -41,9 +39,7 @@ class Account(NamedTuple):
     the cells ``[chunk_first[c], chunk_first[c + 1])``. ``stale``: by device and chunk, whether cells changed since the
     pair was worked out; ``changed``: by device, whether any did. ``next_block``: by group of devices and block, the
     block itself if the group runs it, else the next one that it runs (past all, the last). ``peak``, ``capacity``: by
-    device, bytes. ``room``: (1,) the least that is left on any device; -1 where something is missing. ``stamp``: by
-    unit, the ``round`` ((1,)) in which it was ``touched``, ``number`` ((1,)) of them. ``moves``: (1,) how often the
-    account moved."""
+    device, bytes. ``stamp``: by unit, the ``round`` ((1,)) in which it was ``touched``, ``number`` ((1,)) of them."""
 
     state: State
     spans: Spans
@@ -59,25 +55,16 @@ class Account(NamedTuple):
     next_block: npt.NDArray[np.uint32]
     peak: I64
     capacity: I64
-    room: I64
     stamp: U64
     round: U64
     touched: U32
     number: U64
-    moves: U64
 
 
 @lean
-def missing_memory(account: Account, sources: Sources, state: State, exact: Any) -> Any:
-    """Bytes that a plan lacks over those that the device has, summed over the devices; 0.0 if it fits. If ``exact``,
-    ``account.peak`` is that of the plan in any case."""
+def missing_memory(account: Account, sources: Sources, state: State) -> Any:
+    """Bytes that a plan lacks over those that the device has, summed over the devices; 0.0 if it fits."""
     _touch(account, sources, state)
-    if account.empty[0] == 0 and not exact:
-        more, times = np.int64(0), np.int64(account.schedule.microbatches[0])  # each of which may hold its own
-        for k in range(account.number[0]):
-            more += times * most_bytes(sources, state, np.uint64(account.touched[k]))
-        if more <= account.room[0]:
-            return 0.0
     # The old spans of all units that differ, then the new ones: compiling would take twice as long with two calls.
     count = account.number[0]
     for k in range(count if account.empty[0] == 1 else ZERO, TWO * count):
@@ -86,7 +73,6 @@ def missing_memory(account: Account, sources: Sources, state: State, exact: Any)
         enter(account, np.int64(1) if new else np.int64(-1))
     _remember(account.state, state)
     account.empty[0] = 0
-    account.moves[0] += ONE
     return _survey(account)
 
 
@@ -123,14 +109,11 @@ def _remember(old: State, state: State) -> None:
 @lean
 def _survey(account: Account) -> Any:
     """Find the peaks of the devices whose cells changed; returns the memory that is missing."""
-    room: Any = np.iinfo(np.int64).max
     missing = 0.0
     for d in range(np.uint64(account.peak.shape[0])):
         if account.changed[d] == 1:
             account.peak[d] = _peak(account, d)
-        room = min(room, account.capacity[d] - account.peak[d])
         missing += max(0.0, float(account.peak[d]) / float(account.capacity[d]) - 1.0)
-    account.room[0] = max(room, np.int64(-1))
     return missing
 
 

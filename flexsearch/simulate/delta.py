@@ -152,11 +152,11 @@ class DeltaSimulator:
     def missing_memory(self) -> float:
         """Memory that the last proposal (or the plan at hand) lacks over what the device has, summed over the devices;
         0.0 if it fits."""
-        return float(_missing_memory(self.account, self.sources, self.rows.proposed, False))
+        return float(_missing_memory(self.account, self.sources, self.rows.proposed))
 
     def peaks(self) -> npt.NDArray[np.int64]:
         """Peak memory of each device under the last proposal (or the plan at hand), bytes."""
-        _missing_memory(self.account, self.sources, self.rows.proposed, True)
+        _missing_memory(self.account, self.sources, self.rows.proposed)
         return self.account.peak.copy()
 
     @property

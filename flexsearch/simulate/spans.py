@@ -44,8 +44,8 @@ class Units(NamedTuple):
     ``shared``: whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its readers'
     slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor
     and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the
-    last one (0: it does not run over samples), ``at_hand_bytes``, the most with copies, the ``part`` of memory that
-    it belongs to. ``several``: (1,) whether there are several microbatches. By operator: ``backward_block`` (the
+    last one (0: it does not run over samples), the ``part`` of memory that it belongs to.
+    ``several``: (1,) whether there are several microbatches. By operator: ``backward_block`` (the
     forward one if there is none), ``weight_block``, where it is done with what it saved and with the gradients of
     its outputs (the backward one if its backward pass is whole); by slot: until when autograd keeps the weight that
     it reads (``keeps_weight``), and the slot whose gradient alone what it reads is kept for (``only_gradient``;
@@ -85,7 +85,6 @@ class Units(NamedTuple):
     at_hand_image: npt.NDArray[np.uint8]
     at_hand_copied: U8
     at_hand_shift: I64
-    at_hand_bytes: I64
     part: U8
     state_bytes: I64
     several: U8

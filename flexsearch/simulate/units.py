@@ -67,9 +67,9 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
         net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
         chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
         changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
-        peak=np.zeros(devices, np.int64), capacity=capacity, room=np.array([-1], np.int64),
+        peak=np.zeros(devices, np.int64), capacity=capacity,
         stamp=np.zeros(count, np.uint64), round=np.zeros(1, np.uint64), touched=np.zeros(count, np.uint32),
-        number=np.zeros(1, np.uint64), moves=np.zeros(1, np.uint64),
+        number=np.zeros(1, np.uint64),
     ), sources  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def make_units(
     kind = {name: OUTPUT for name in activations} | dict.fromkeys(weights, WEIGHT) | dict.fromkeys(at_hand, AT_HAND)
     parts = [ACTIVATIONS if graph.tensor[name].kind == "input" else WEIGHTS for name in at_hand]
     pictures = _images(graph, at_hand, devices)
-    shifts, nbytes = _fed(graph, at_hand, shift, copied := [bool(row.any()) for row in pictures])
+    rows_of = rows_per_sample(graph)
     backward = np.where(table.backward_of == NOTHING, table.forward_of, table.backward_of)
     unpack, unpack_again = _unpacked(graph, table, backward, list(weights))
     return Units(
@@ -156,7 +156,8 @@ def make_units(
         shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
-        at_hand_image=pictures, at_hand_copied=_flags(copied), at_hand_shift=shifts, at_hand_bytes=nbytes,
+        at_hand_image=pictures, at_hand_copied=_flags(bool(row.any()) for row in pictures),
+        at_hand_shift=_sizes(shift * rows_of.get(name, 0) for name in at_hand),
         part=np.array(parts, np.uint8),
         state_bytes=_sizes(state_bytes(graph.tensor[name], options.optimizer, options.precision) for name in weights),
         several=_flags([microbatches > 1]),
@@ -193,20 +194,6 @@ def _images(graph: OperatorGraph, names: Iterable[str], devices: Sequence[str]) 
         for row, tensor in zip(pictures, tensors, strict=True):
             row[alike] = has_channels_last(len(tensor.shape), tensor.dtype, kind)
     return pictures
-
-
-def _fed(
-    graph: OperatorGraph, names: Iterable[str], shift: int, copied: Iterable[bool]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """``Units.at_hand_shift`` and ``at_hand_bytes``. ``copied``: whether any device copies it as an image."""
-    rows, shifts, nbytes = rows_per_sample(graph), [], []
-    for name, pictured in zip(names, copied, strict=True):
-        tensor = graph.tensor[name]
-        length = (tensor.shape or (1,))[0]
-        shifts.append(shift * rows.get(name, 0))
-        copies = len(graph.consumers[name]) * tensor.nbytes if pictured else 0
-        nbytes.append(tensor.nbytes * (length + shifts[-1]) // length + copies)
-    return _sizes(shifts), _sizes(nbytes)
 
 
 def _unpacked(
