@@ -66,7 +66,7 @@ def tell_plan(lowered: Lowered) -> None:
 def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None]) -> dict[str, Any]:
     """The simulation of a plan as a JSON object. ``yardsticks``: times to compare with, as of ``plan_rows``."""
     simulation, topology = row.simulation, setting.topology
-    (summary,) = plan_rows([row], yardsticks["data_parallel_s"], yardsticks["single_s"], intervals=True)
+    (summary,) = plan_rows([row], yardsticks["data_parallel_s"], yardsticks["single_s"])
     return reading_data(reading(row.lowered, simulation.makespan_s)) | {
         "graph": setting.graph.name,
         "topology": topology.name,
@@ -103,7 +103,7 @@ def print_details(setting: Setting, row: PlanRow, yardsticks: dict[str, float | 
     total = row.simulation.makespan_s or 1.0
     tell(headline(setting), indent=2)
     stdout.print()
-    stdout.print(plan_table([row], "", yardsticks["data_parallel_s"], yardsticks["single_s"], intervals=True))
+    stdout.print(plan_table([row], "", yardsticks["data_parallel_s"], yardsticks["single_s"]))
     tell("\nThe plan:")
     tell_plan(row.lowered)
     stdout.print()

@@ -158,12 +158,12 @@ def compare(options: CompareOptions) -> None:
         setting.with_prediction(known[save]).save(path)
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name,
-        "plans": plan_rows(in_order(rows, others), intervals=True),
+        "plans": plan_rows(in_order(rows, others)),
         "saved": save, "path": str(path) if path is not None else None,
     }  # fmt: skip
 
     def human() -> None:
-        print_plans(setting, rows, others, intervals=True)
+        print_plans(setting, rows, others, near=True)
         if path is not None:
             stdout.print(f"\nWrote {save} to {path}.", soft_wrap=True)
 
@@ -274,17 +274,17 @@ def in_order(rows: list[PlanRow], others: list[PlanRow]) -> list[PlanRow]:
     return by_time(rows) + by_time(others)
 
 
-def print_plans(setting: Setting, rows: list[PlanRow], others: list[PlanRow], intervals: bool = False) -> None:
-    """The table of plans under its headline; ``intervals``: and what predictions cannot tell apart from the first."""
+def print_plans(setting: Setting, rows: list[PlanRow], others: list[PlanRow], near: bool = False) -> None:
+    """The table of plans under its headline; ``near``: and what predictions cannot tell apart from the first."""
     from flexsearch.cli.details import headline, tell
     from flexsearch.report import plan_table
     from flexsearch.report.uncertainty import near_words
 
     tell(headline(setting), indent=2)
     stdout.print()
-    stdout.print(plan_table(in_order(rows, others), intervals=intervals))
+    stdout.print(plan_table(in_order(rows, others)))
     fitting = [row for row in (*rows, *others) if not row.shortfall]
-    if intervals and fitting:
+    if near and fitting:
         best = min(fitting, key=lambda row: row.simulation.makespan_s)
         beside = {row.name: row.simulation.estimate for row in fitting if row is not best}
         if words := near_words(best.simulation.estimate, beside):

@@ -12,7 +12,7 @@ from flexsearch.lower import Communication, Lowered
 from flexsearch.lower.view import links_of
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.uncertainty import time_words
-from flexsearch.report.units import nbytes, percent, ratio, seconds
+from flexsearch.report.units import nbytes, percent, ratio
 from flexsearch.report.words import tensor_words
 from flexsearch.simulate import Simulation, busiest, critical_path, over_memory
 
@@ -52,12 +52,11 @@ def yardsticks(rows: Sequence[PlanRow]) -> dict[str, float | None]:
 
 
 def plan_rows(
-    rows: Sequence[PlanRow], data_parallel_s: float | None = None, single_s: float | None = None,
-    intervals: bool = False,
+    rows: Sequence[PlanRow], data_parallel_s: float | None = None, single_s: float | None = None
 ) -> list[dict[str, Any]]:
     """The comparison as JSON rows. ``data_parallel_s``, ``single_s``: iteration times to compare with, by default those
-    of the rows called "data parallel" and "single" (speed-ups are null without them). ``shortfall_bytes``: missing
-    memory on the worst device, 0 if the plan fits. ``intervals``: with the 80 % interval of each time."""
+    of the rows called "data parallel" and "single" (speed-ups are null without them). ``interval_s``: the 80 % interval
+    of the time. ``shortfall_bytes``: missing memory on the worst device, 0 if the plan fits."""
     known = yardsticks(rows)
     data_parallel_s = known["data_parallel_s"] if data_parallel_s is None else data_parallel_s
     single_s = known["single_s"] if single_s is None else single_s
@@ -65,6 +64,7 @@ def plan_rows(
         {
             "name": row.name,
             "iteration_s": row.simulation.makespan_s,
+            "interval_s": row.simulation.estimate.interval_s,
             "speedup_vs_data_parallel": _speedup(data_parallel_s, row.simulation.makespan_s),
             "speedup_vs_single": _speedup(single_s, row.simulation.makespan_s),
             "moved_bytes": row.simulation.moved_bytes,
@@ -74,7 +74,6 @@ def plan_rows(
             "fits": not row.shortfall,
             "shortfall_bytes": max((missing for _, missing in row.shortfall), default=0),
             "note": row.note,
-            **({"interval_s": row.simulation.estimate.interval_s} if intervals else {}),
         }
         for row in rows
     ]
@@ -85,11 +84,10 @@ def _speedup(before_s: float | None, now_s: float) -> float | None:
 
 
 def plan_table(
-    rows: Sequence[PlanRow], title: str = "", /, data_parallel_s: float | None = None, single_s: float | None = None,
-    intervals: bool = False,
+    rows: Sequence[PlanRow], title: str = "", /, data_parallel_s: float | None = None, single_s: float | None = None
 ) -> Grid:
-    """The comparison for a terminal. The fastest plan that fits is bold; plans that do not fit are red and say so.
-    ``intervals``: with half of the 80 % interval of each time."""
+    """The comparison for a terminal, with half of the 80 % interval of each time. The fastest plan that fits is bold;
+    plans that do not fit are red and say so."""
     grid = Grid(
         (
             Column("plan", "text"), Column("iteration"), Column("vs data\nparallel"), Column("vs one\ndevice"),
@@ -109,7 +107,7 @@ def plan_table(
             remarks.insert(0, f"does not fit: {nbytes(missing)} short on {row.lowered.topology.devices[device].name}")
         speedups = (one[f"speedup_vs_{name}"] for name in ("data_parallel", "single"))
         grid.add(
-            one["name"], time_words(row.simulation.estimate) if intervals else seconds(one["iteration_s"]),
+            one["name"], time_words(row.simulation.estimate),
             *("-" if s is None else ratio(s) for s in speedups),
             nbytes(one["moved_bytes"]), peak, "; ".join(r for r in remarks if r),
             style="red" if row.shortfall else "bold" if one["iteration_s"] == best else "",
