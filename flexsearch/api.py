@@ -55,14 +55,14 @@ def optimize(
     it; it is the global one. ``parallelize`` takes them from the strategy. A graph may be given instead of a model.
     ``budget``: "30s", "2m", or a number of proposals, with which the same arguments give the same strategy everywhere.
     Under torchrun, and where a process group is there, rank 0 searches and the others get its strategy; elsewhere give
-    a number of proposals on several ranks, or optimize once and save. ``start``: a strategy to go on from.
-    ``pins``: what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once;
-    None: one for each core. ``weight_gradients``: also plans in which gradients of weights have splits of their own.
-    ``space``: "splits": plans of one stage with any splits; "layouts": with stages and
-    microbatches; "free": both, layouts only with a budget of time and neither ``start`` nor ``pins``. ``margin``: a
-    baseline is kept unless a plan is faster by this share of its time; None: by so much that their predictions tell
-    them apart. ``allow``: recipes of synchronisation that change the mathematics and may be chosen, by name
-    ("local-sgd"), whole, or "all": the best plan with one is the answer if it is faster.
+    a number of proposals on several ranks, or optimize once and save. ``start``: a strategy to go on from. ``pins``:
+    what is fixed, as ``"encoder.*: batch=4, devices=0-3"``. ``processes``: at most so many search at once; None: one
+    for each core. ``weight_gradients``: also plans in which gradients of weights have splits of their own. ``space``:
+    "splits": plans of one stage with any splits; "layouts": with stages and microbatches; "free": both, layouts only
+    with a budget of time and neither ``start`` nor ``pins``. ``margin``: a baseline is kept unless a plan is faster by
+    this share of its time; None: by so much that their predictions tell them apart. ``allow``: recipes of
+    synchronisation that change the mathematics and may be chosen, by name ("local-sgd"), whole, or "all": the best plan
+    with one is the answer if it is faster.
     Raises RecipeError, ImportModelError, TopologyError, ProfileError; UsageError for an argument that makes no sense;
     StrategyError if no plan was found that fits into memory."""
     _check(margin, processes, start, options, {"pins": pins, "allow": allow})
@@ -70,6 +70,7 @@ def optimize(
     cluster = topology if isinstance(topology, Topology) else Topology.load(topology)
     setting = Setting.of(graph, cluster, profile)
     _check_space(space, budget)
+    space = "splits" if space == "free" and (start is not None or pins) else space  # both are about splits
 
     def search_layouts(share: str | float) -> HybridResult:
         return setting.search_layouts(share, options=options, processes=processes, margin=margin)
@@ -80,16 +81,13 @@ def optimize(
             weight_gradients=weight_gradients,
         )  # fmt: skip
 
-    if start is not None or pins:  # both are about splits
-        space = "splits" if space == "free" else space
-
     def search() -> Strategy:
         splits, layouts = _searched(setting, space, budget, search_splits, search_layouts)
         strategy = _preferred(splits, layouts, margin, cluster)
         return _with_recipe(setting, strategy, allow) if allow else strategy
 
-    asked = (budget, seed, pins, margin, options, space, weight_gradients, allow)
-    strategy = _of_first_rank(search, repr((graph.content_hash(), cluster.content_hash(), *asked)), budget)
+    asked = graph.content_hash(), cluster.content_hash(), budget, seed, pins, margin, options, space, weight_gradients
+    strategy = _of_first_rank(search, repr((*asked, allow)), budget)
     strategy.example = example
     return strategy
 

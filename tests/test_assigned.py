@@ -225,6 +225,25 @@ def test_a_buffer_that_is_assigned_is_updated_and_one_that_a_call_registers_goes
         import_model(model, torch.ones(4, 8), lambda y: assigned(model, y.mean(0, keepdim=True)))
 
 
+def test_a_layer_and_the_loss_of_one_name_are_told_apart() -> None:
+    class Keeping(Averaging):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            if hasattr(self, "seen"):
+                return y + self.seen
+            self.register_buffer("seen", y.detach())
+            return y
+
+    class Sum(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return y.sum()
+
+    model = nn.Sequential()
+    model.add_module("loss", Keeping())
+    with pytest.raises(ImportModelError, match=r"'loss\.seen', which each call makes anew"):
+        import_model(model, torch.ones(4, 8), Sum())
+
+
 def test_gradients_may_be_switched_off_for_a_part_of_a_call_only() -> None:
     weight = nn.Linear(8, 3)
 

@@ -79,8 +79,8 @@ def compiling() -> str:
 
 def _is_compiling() -> bool:
     """Also where other commands have compiled before, but not all that this one needs."""
-    compiled = sys.modules.get("flexsearch.compiled")  # importing it takes long
-    return compiled is not None and bool(getattr(compiled, "is_compiling", bool)())
+    compiled = sys.modules.get("flexsearch.compiled")  # importing it takes long, and may be under way
+    return compiled is not None and hasattr(compiled, "is_compiling") and bool(compiled.is_compiling())
 
 
 class SearchLive(Live):

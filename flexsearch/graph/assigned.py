@@ -55,7 +55,7 @@ class Following(TorchFunctionMode):
 
 
 class Assigned:
-    """Of the modules of a model and of what they lead to (``holders``), from ``start`` to ``put_back`` of a trace.
+    """Of the modules of a model and of what they lead to (``holders_of``), from ``start`` to ``put_back`` of a trace.
     ``states``: attributes that at the end are other tensors than before and depend on the batch or on weights, or lists
     and dicts that hold such ones."""
 
@@ -78,28 +78,27 @@ class Assigned:
         """At its end: what was assigned to a buffer is copied into it, and buffers that the call has made go. Raises
         ImportModelError where a buffer gets another form."""
         self.states = {}
-        modules = {holder.path: holder for holder in self._holders if holder.is_module}
-        for path, module in self._modules.items():
+        for (path, module), holder in zip(self._modules.items(), self._holders, strict=False):  # these come first
             before = self._buffers[module]
             for name, value in list(module._buffers.items()):
                 if (buffer := before.get(name)) is None:
                     _take_out(module, name, name in before)
                     if following.depends(value):
-                        self.states[modules[path], name] = value
+                        self.states[holder, name] = value
                     continue
                 if value is not None and value is not buffer:
                     _copy(value, buffer, f"{path}.{name}".lstrip("."))
                 module._buffers[name] = buffer
         for holder, earlier in self._states.items():
             for name, leaves in _states_of(holder).items():
-                known = earlier.get(name, [])
-                if len(leaves) == len(known) and all(map(is_, leaves, known)):
+                earlier_leaves = earlier.get(name, [])
+                if len(leaves) == len(earlier_leaves) and all(map(is_, leaves, earlier_leaves)):
                     continue
-                if following.depends(leaves) or _numbers(leaves) != _numbers(known):
+                if following.depends(leaves) or _numbers(leaves) != _numbers(earlier_leaves):
                     self.states[holder, name] = pytree.tree_map(lambda x: x, holder.attributes[name])
             for name, value in holder.own().items():
-                made = value is not self._attributes[holder].get(name)
-                if made and (own := attributes_of(value)) is not None and following.depends(list(own.values())):
+                is_new = value is not self._attributes[holder].get(name)
+                if is_new and (own := attributes_of(value)) is not None and following.depends(list(own.values())):
                     self.states[holder, name] = value
 
     def put_back(self) -> None:

@@ -12,14 +12,15 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
-_OTHERS: Final = (Tensor, type, ModuleType)
+_STATELESS: Final = (Tensor, type, ModuleType)
+"""Of objects that are no holders: what they are."""
 _MOST: Final = 100_000
-"""Most values that are looked at: an attribute may lead to a whole data set."""
+"""The most values that are looked at: an attribute may lead to a whole data set."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Holder:
-    """``path``: where it is, from the model on. ``attributes``: its own dict of them."""
+    """What keeps attributes. ``path``: where it is, from the model on. ``attributes``: its own dict of them."""
 
     path: str
     attributes: dict[str, Any]
@@ -31,25 +32,26 @@ class Holder:
 
 
 def holders_of(model: nn.Module, loss: Any = None) -> list[Holder]:
-    """The model's modules, and what they lead to; the nearest first."""
-    found = [Holder(path, vars(module), True) for path, module in model.named_modules()]
+    """The model's modules, in the order of ``named_modules``, then its loss and the objects that all these lead to, the
+    nearest first."""
+    holders = [Holder(path, vars(module), True) for path, module in model.named_modules()]
     seen = {id(module) for module in model.modules()}
-    left = deque((_join(holder.path, name), x) for holder in found for name, x in holder.own().items())
-    left.append(("loss", getattr(loss, "__self__", loss)))
+    queue = deque((_join(holder.path, name), x) for holder in holders for name, x in holder.own().items())
+    queue.append(("loss", getattr(loss, "__self__", loss)))
     for _ in range(_MOST):
-        if not left:
+        if not queue:
             break
-        path, value = left.popleft()
+        path, value = queue.popleft()
         if id(value) in seen:
             continue
         if inside := _items(value):
             seen.add(id(value))
-            left.extend((f"{path}[{key!r}]", x) for key, x in inside)
+            queue.extend((f"{path}[{key!r}]", x) for key, x in inside)
         elif (attributes := attributes_of(value)) is not None:
             seen.add(id(value))
-            found.append(Holder(path, attributes, isinstance(value, nn.Module)))
-            left.extend((_join(path, name), x) for name, x in found[-1].own().items())
-    return found
+            holders.append(Holder(path, attributes, isinstance(value, nn.Module)))
+            queue.extend((_join(path, name), x) for name, x in holders[-1].own().items())
+    return holders
 
 
 def leaves_of(value: Any, outer: tuple[int, ...] = ()) -> Iterator[Any]:
@@ -72,13 +74,13 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """The dict of an object's attributes; None of what has none, or is no state: functions and types, what is
     PyTorch's."""
     kind = type(value)
-    if issubclass(kind, _OTHERS) or (kind.__module__.partition(".")[0] in ("torch", "builtins", "functools")):
+    if issubclass(kind, _STATELESS) or (kind.__module__.partition(".")[0] in ("torch", "builtins", "functools")):
         return None
     try:  # a proxy would ask what it stands for
-        found = object.__getattribute__(value, "__dict__")
+        attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
-    return found if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def _join(*parts: str) -> str:

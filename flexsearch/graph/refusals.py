@@ -97,9 +97,9 @@ def _with_any_values(value: Any) -> Any:
     """A nest of tensors, or an object that holds some, with values that no model has."""
     if (attributes := attributes_of(value)) is None:
         return pytree.tree_map_only(Tensor, _any_values, value)
-    made = copy(value)
-    vars(made).update(pytree.tree_map_only(Tensor, _any_values, attributes))
-    return made
+    clone = copy(value)
+    vars(clone).update(pytree.tree_map_only(Tensor, _any_values, attributes))
+    return clone
 
 
 class Attributes:
@@ -109,13 +109,12 @@ class Attributes:
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self.holders = holders_of(model, loss)
-        self._before: dict[tuple[Holder, str], int | float] | None = None
+        self._before: dict[tuple[Holder, str], int | float] = {}
         self.changed: dict[tuple[Holder, str], Any] = {}
 
     def start(self) -> None:
         """Before the first trace, with the model as it is traced."""
-        if self._before is None:
-            self._before = self._now()
+        self._before = self._before or self._now()
 
     def _now(self) -> dict[tuple[Holder, str], int | float]:
         return {
@@ -128,7 +127,6 @@ class Attributes:
     def note(self, states: Mapping[tuple[Holder, str], Any]) -> None:
         """At the end of a trace. ``states``: attributes that then are other tensors (``Assigned.states``)."""
         now = self._now()
-        assert self._before is not None
         self.changed = {key: now[key] for key, value in self._before.items() if key in now and now[key] != value}
         self.changed.update(states)
 
@@ -161,7 +159,7 @@ class Attributes:
                 f"Make it a buffer{others}, as in self.register_buffer({name!r}, torch.zeros(...)) for one tensor, and "
                 "assign that.",
             )
-        before = (self._before or {})[key]
+        before = self._before[key]
         return ImportModelError(
             f"the model computes with {path!r}, a number that each call changes (before the first it is {before}): a "
             "graph would hold one value for ever",

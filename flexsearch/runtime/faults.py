@@ -13,9 +13,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from flexsearch.errors import FlexsearchError, RuntimeFailure
+from flexsearch.runtime.group import default_store
 
 REMEDY = "Look at the output of the other ranks, then start all ranks again."
 _DIED = "one of them has died, hangs or cannot be reached"
@@ -93,7 +93,7 @@ class Failures:
         """Leave a failure in the store, unless there is one: the first one. None: the store cannot be reached."""
         own = json.dumps({"rank": self.rank, "message": _words(error)})
         with suppress(Exception):  # the store may be gone; the error at hand is then what there is to say
-            store: Any = distributed_c10d._get_default_store()
+            store = default_store()
             usual = store.timeout
             store.set_timeout(ASK)
             try:

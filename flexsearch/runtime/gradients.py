@@ -19,7 +19,8 @@ from flexsearch.runtime.stored import Stored
 
 
 class StepLoss(Tensor):
-    """The loss of a step, whose gradients have been computed, or something made of it. Elsewhere a tensor like any."""
+    """The loss of a step, whose gradients have been computed, or something computed from it: an ordinary tensor but for
+    ``backward``."""
 
     def backward(self, *arguments: Any, **more: Any) -> None:
         """Refused, unless it depends on what somebody else wants gradients of, as a penalty does."""

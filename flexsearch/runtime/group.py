@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ from flexsearch.topology import Topology
 
 _RUN = "run"
 LONGEST_S = 366 * 86400.0
+
+
+def default_store() -> Any:
+    """The store where the ranks of the process group met. Raises RuntimeFailure where PyTorch does not tell: nothing
+    public does."""
+    from torch.distributed import distributed_c10d
+
+    if (ask := getattr(distributed_c10d, "_get_default_store", None)) is None:
+        raise RuntimeFailure("this version of PyTorch does not tell where its ranks meet")
+    return ask()
 
 
 def directions(topology: Topology, timeout_s: float) -> Directions:

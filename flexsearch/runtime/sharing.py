@@ -6,12 +6,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from flexsearch.errors import RuntimeFailure
+from flexsearch.runtime.group import default_store
 
 BEGIN_S: Final = 60.0
 """How much later than the others rank 0 may ask the same: all import the model before."""
@@ -49,7 +52,9 @@ def _store() -> tuple[Any, int]:
     """The store where the ranks of this run meet, and the number of this one; None for one process, or where nobody
     can know of a store."""
     if dist.is_initialized():
-        return (distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None), dist.get_rank()
+        with suppress(RuntimeFailure):
+            return (default_store() if dist.get_world_size() > 1 else None), dist.get_rank()
+        return None, 0
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("WORLD_SIZE", "1") == "1":
         return None, 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -204,7 +204,7 @@ def _ascending(run: Simplifying, configs: Configs) -> Iterator[Changes]:
 def _renumbered(run: Simplifying, configs: Configs) -> Iterator[Changes]:
     """The devices of all operators under other numbers, which put one of the commonest stray orders right: where
     devices are alike, plans that differ in these numbers only are the same."""
-    stray = Counter(c.devices for c in configs if list(c.devices) != sorted(c.devices))
+    stray = Counter(config.devices for config in configs if _words(config.devices) > 1)
     for devices, _ in stray.most_common(CANDIDATES):
         to = dict(zip(devices, sorted(devices), strict=True))
         yield {i: config.on(to.get(d, d) for d in config.devices) for i, config in enumerate(configs)}
