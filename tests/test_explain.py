@@ -556,7 +556,7 @@ def test_explaining_never_imports_torch(plans: Path) -> None:
 
 
 def test_numbers_of_the_path_are_those_of_the_engine() -> None:
-    """The path is replayed in Python; its last moment must be the engine's makespan, also with turns."""
+    """The end of the path is the makespan that the engine gives without notes, also with turns."""
     topology = TOPOLOGIES["shared processors"]()
     setting = Setting.of(transformer(), topology)
     for strategy in setting.baselines().values():

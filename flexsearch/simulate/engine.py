@@ -19,6 +19,7 @@ from flexsearch.compiled import I64, U32, U64
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
+from flexsearch.lower.order import Order
 from flexsearch.lower.rows import (
     BACKWARD,
     COMPUTE,
@@ -37,7 +38,17 @@ from flexsearch.lower.rows import (
 )
 from flexsearch.simulate.engine_delta import accept, propose, reject
 from flexsearch.simulate.engine_queue import MICROBATCH, NUMBER, block_of
-from flexsearch.simulate.engine_state import DEADLOCK, MALFORMED, ROOM, WAITING, Record, State, make_state
+from flexsearch.simulate.engine_state import (
+    DEADLOCK,
+    MALFORMED,
+    ROOM,
+    WAITING,
+    Record,
+    Services,
+    State,
+    make_services,
+    make_state,
+)
 from flexsearch.simulate.engine_whole import LATE, simulate
 
 _simulate = direct(simulate)
@@ -66,6 +77,17 @@ class Times:
     computation_end: I64
     communication_start: I64
     communication_end: I64
+
+    def of(self, order: Order) -> tuple[I64, I64]:
+        """Start and end of the rows of a plan, in their order."""
+        start, end = np.zeros((2, len(order)), np.int64)
+        communications = self.communication_first, self.communication_start, self.communication_end
+        computations = self.computation_first, self.computation_start, self.computation_end
+        for communicates, (first, begun, ended) in enumerate((computations, communications)):
+            rows = np.flatnonzero(order.communicates == communicates)
+            at = order.microbatch[rows], first[order.block[rows]].astype(np.int64) + order.number[rows]
+            start[rows], end[rows] = begun[at], ended[at]
+        return start, end
 
 
 class Engine:
@@ -132,20 +154,32 @@ class Engine:
 
     def times(self, segments: Segments, segment_of_block: U32) -> Times:
         """Start and end of every row of a plan. It costs a whole run, and leaves the plan at hand alone."""
+        return self._recorded(segments, segment_of_block, 0)[0]
+
+    def times_and_services(self, segments: Segments, segment_of_block: U32) -> tuple[Times, Services]:
+        """As ``times``, and what kept the resources, one after the other."""
+        return self._recorded(segments, segment_of_block, 1 << 16)
+
+    def _recorded(self, segments: Segments, segment_of_block: U32, served: int) -> tuple[Times, Services]:
+        """``served``: how many services there is room for at first; 0: none are noted."""
         communications = communications_of(segments, segment_of_block)
         microbatches, room = int(self.schedule.microbatches[0]), self._room
         record = make_record(self.schedule, segments, segment_of_block)
         while True:
+            services = make_services(served, int(self.machine.resources[0]) if served else 0)
+            record = record._replace(services=services)
             state = make_state(self.schedule, self.machine, communications, room, False)._replace(record=record)
             ticks = int(_simulate(state, segments, segment_of_block, np.int64(LATE)))
             if ticks != -ROOM:
                 break
-            room *= 2
+            if served and services.total[0] == served:
+                served *= 2
+            else:
+                room *= 2
         check(self.schedule, ticks, state, LATE)
-        return Times(
-            record.computation_first, state.first,
-            *(column.reshape(microbatches, -1) for column in (record.begin, record.finish, record.start, record.end)),
-        )  # fmt: skip
+        columns = record.begin, record.finish, record.start, record.end
+        by_microbatch = (column.reshape(microbatches, -1) for column in columns)
+        return Times(record.computation_first, state.first, *by_microbatch), services
 
     def _grow(self, segments: Segments, segment_of_block: U32) -> None:
         """Make room for a plan: for its communications, or if there is enough, for more that are pending."""
@@ -216,5 +250,5 @@ def make_record(schedule: Schedule, segments: Segments, segment_of_block: U32) -
     return Record(
         computation_first=(np.cumsum(computations) - computations).astype(np.uint64),
         computations=np.array([computations.sum()], np.uint64),
-        start=start, end=end, begin=begin, finish=finish, enabled=np.ones(1, np.uint8),
+        start=start, end=end, begin=begin, finish=finish, enabled=np.ones(1, np.uint8), services=make_services(0, 0),
     )  # fmt: skip

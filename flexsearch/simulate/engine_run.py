@@ -239,6 +239,30 @@ def arrive(state: State, segments: Segments, identity: Any, tick: Any) -> None:
 
 
 @lean
+def _note(state: State, identity: Any, ready: Any, moves: Any) -> Any:
+    """Write down that a row is served; returns the number of the service."""
+    services = state.record.services
+    number = services.total[0]
+    if number == np.uint64(services.identity.shape[0]):
+        state.trouble[0] = ROOM
+        return ZERO
+    services.total[0] = number + ONE
+    services.identity[number], services.begin[number], services.moves[number] = identity, ready, moves
+    services.resource[number] = services.before[number] = -1
+    return number
+
+
+@lean
+def _note_keeping(state: State, number: Any, resource: Any) -> None:
+    """A service is about to keep a resource, from the moment when this, and what it keeps besides, is free."""
+    services = state.record.services
+    if state.free[resource] > services.begin[number]:
+        services.begin[number], services.resource[number] = state.free[resource], np.int64(resource)
+        services.before[number] = services.keeper[resource]
+    services.keeper[resource] = np.int64(number)
+
+
+@lean
 def serve(state: State, segments: Segments) -> None:
     """Serve the first row of the queue."""
     ready, identity, item = state.queue.ready[0], state.queue.identity[0], np.uint64(state.queue.item[0])
@@ -253,7 +277,13 @@ def serve(state: State, segments: Segments) -> None:
     if turned == 0:
         for k in range(np.uint64(segments.drag_first[row]), np.uint64(segments.drag_last[row])):
             r = np.uint64(segments.drag[k])
+            if state.record.services.keeper.shape[0] > 0:
+                _note_keeping(state, _note(state, identity, ready, True), r)
             state.free[r] = min(max(state.free[r], ready), FOREVER) + segments.drag_ticks[k]
+    if state.record.services.keeper.shape[0] > 0:
+        number = _note(state, identity, ready, False)
+        for k in range(np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])):
+            _note_keeping(state, number, np.uint64(segments.link[k]))
     begin, again = _keep_links(state, segments, row, ready, turned)
     if state.record.enabled[0] and turned == 0:
         state.record.start[item] = begin
@@ -332,6 +362,8 @@ def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     are free later: what moves bytes waits for the processor in between."""
     devices, r = state.devices, np.uint64(state.machine.processor[d])
     begin = min(max(ready, state.free[r]), FOREVER)
+    if state.record.services.keeper.shape[0] > 0:
+        _note_keeping(state, _note(state, identity, ready, False), r)
     if state.record.enabled[0] and state.record.begin[_computation(state, identity)] < 0:
         state.record.begin[_computation(state, identity)] = begin
     state.kept.new_touched[block_of(identity)] |= ONE << state.window[0]

@@ -205,6 +205,24 @@ class Path(NamedTuple):
 
 
 @packed
+class Services(NamedTuple):
+    """What keeps resources, in the order in which it is served: a communication on its links, a computation on a
+    contended processor, each of their turns, and a processor that moves the bytes of a communication (``moves``: 1).
+
+    By service: ``identity`` of the row, ``begin`` (tick), ``resource`` that it waits for (-1: none), ``before``: the
+    service that keeps that until then. By resource: ``keeper``, the last service that kept it. ``total``: (1,) how many
+    there are. Nothing is written where there is room for none."""
+
+    identity: U64
+    begin: I64
+    resource: I64
+    before: I64
+    moves: U8
+    keeper: I64
+    total: U64
+
+
+@packed
 class Record(NamedTuple):
     """Where start and end of every row are written down. ``computation_first``: by block, place of its computations.
     ``computations``: (1,) places of one microbatch. ``start``, ``end``: by place of a communication, ``begin``,
@@ -217,6 +235,7 @@ class Record(NamedTuple):
     begin: I64
     finish: I64
     enabled: U8
+    services: Services
 
 
 @packed
@@ -307,7 +326,9 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
             left=_ticks(devices), block=_numbers(devices), run=_counts(1), after=_ticks(places), first=_counts(1),
             doubt=_ticks(1), windows=_counts(1), ordered=np.array([_is_ordered(schedule)], np.uint8),
         ),
-        record=Record(_counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1)),
+        record=Record(
+            _counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1), make_services(0, 0)
+        ),
         segment=_numbers(blocks), busy=_counts(blocks, (devices + 63) // 64), runs=_runs(schedule),
         first=(np.cumsum(capacity) - capacity).astype(np.uint64),
         capacity=capacity,
@@ -316,6 +337,12 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
         logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
         woken=_numbers(devices), woken_count=_counts(1), reference=_counts(1), trouble=_flags(1),
     )  # fmt: skip
+
+
+def make_services(room: int, resources: int) -> Services:
+    """Room for so many services."""
+    keeper = np.full(resources, -1, np.int64)
+    return Services(_counts(room), _ticks(room), _ticks(room), _ticks(room), _flags(room), keeper, _counts(1))
 
 
 def _snapshots(devices: int, resources: int, room: int) -> Snapshots:

@@ -69,14 +69,7 @@ class Simulation:
     @cached_property
     def _of_tasks(self) -> tuple[Seconds, Seconds]:
         """Start and end (s) of the tasks."""
-        times, tasks = self.times, self.lowered.tasks
-        computes = times.computation_first, times.computation_start, times.computation_end
-        moves = times.communication_first, times.communication_start, times.communication_end
-        start, end = np.zeros((2, len(tasks)))
-        for task, (microbatch, block, communicates, number) in enumerate(tasks.identity):
-            first, begun, ended = moves if communicates else computes
-            place = int(first[block]) + number
-            start[task], end[task] = begun[microbatch, place] * TICK, ended[microbatch, place] * TICK
+        start, end = (TICK * ticks.astype(np.float64) for ticks in self.times.of(self.lowered.order))
         return start, end
 
 
