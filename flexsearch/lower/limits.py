@@ -13,7 +13,7 @@ from flexsearch.lower.pieces import TURN_S
 from flexsearch.topology import Topology
 
 MAX_TURNS: Final = 100_000
-"""Of one device: the critical path, which replays every turn in Python, takes about a second for so many."""
+"""Of one device: the critical path, which reads every turn in Python, takes at most a second for so many."""
 
 
 def refuse_endless_turns(graph: OperatorGraph, topology: Topology, costs: Costs) -> None:
