@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import FlexsearchError, RecipeError, RuntimeFailure
 from flexsearch.graph import OperatorGraph
 from flexsearch.report.convergence import Convergence, Measure, Run
@@ -181,7 +182,7 @@ class _Trials:
             name = source if isinstance(source, str) else source.words
             run = self.trained(name, recipe or Recipe(), on_epoch)
             if recipe is None:
-                run = Run(name, False, tuple(plans[name].timed(epoch) for epoch in run.epochs))
+                run = plans[name].timed(run)
             runs.append(run)
         return Convergence(
             tuple(runs), self._title, self.training.dataset.name, self.cluster.topology.name, self.workers.size,
@@ -217,7 +218,9 @@ class _Trials:
 
         trained = self.training.run(recipe, self._replicas(), self.workers, report)
         notes = recipe.warnings(trained.epochs[-1].steps, self.workers.size)
-        return Run(name, recipe.lossy, trained.epochs, trained.staleness, tuple(notes))
+        last = trained.epochs[-1]
+        step = self.workers.estimate(last.seconds / last.steps, last.communicated / last.steps)
+        return Run(name, recipe.lossy, trained.epochs, trained.staleness, tuple(notes), step=step)
 
     def _replicas(self) -> Any:
         from copy import deepcopy
@@ -257,7 +260,7 @@ class _Trials:
         row = setting.row(path, strategy)
         alone_s = max(self.workers.compute_s)
         count = sum(c is not None for c in row.lowered.tasks.communication)
-        return _Plan(row.simulation.makespan_s, row.simulation.moved_bytes, count, alone_s)
+        return _Plan(row.simulation.estimate, row.simulation.moved_bytes, count, alone_s)
 
 
 class _Race:
@@ -306,15 +309,18 @@ def _contains(recipe: str, part: str) -> bool:
 class _Plan:
     """A step of a strategy: seconds, bytes, messages; what a worker computes for data parallelism, s."""
 
-    step_s: float
+    step: Estimate
     moved: int
     messages: int
     compute_s: float
 
-    def timed(self, epoch: Epoch) -> Epoch:
+    def timed(self, run: Run) -> Run:
         """What the same training takes under the strategy."""
-        steps = epoch.steps
+        return Run(run.name, False, tuple(map(self._timed, run.epochs)), step=self.step)
+
+    def _timed(self, epoch: Epoch) -> Epoch:
+        steps, step_s = epoch.steps, self.step.seconds
         return replace(
-            epoch, seconds=steps * self.step_s, communicated=steps * max(0.0, self.step_s - self.compute_s),
+            epoch, seconds=steps * step_s, communicated=steps * max(0.0, step_s - self.compute_s),
             sent=steps * self.moved, messages=steps * self.messages,
         )  # fmt: skip

@@ -147,6 +147,20 @@ def test_computing_takes_what_the_simulator_says() -> None:
     assert result.runs[0].step_s > result.compute_s
 
 
+def test_a_step_has_an_interval_of_what_it_computes_and_of_what_it_sends() -> None:
+    result = trained("all-reduce", "async+server", "local-sgd:period=4", step_s=None, epochs=1)
+    for run, told in zip(result.runs, result.data()["runs"], strict=True):
+        step, last = run.step, run.last
+        assert step is not None and step.seconds == run.step_s
+        assert tuple(told["interval_s"]) == step.interval_s and step.interval_s[0] < run.step_s < step.interval_s[1]
+        of_links = [share for source, share in step.shares.items() if source.name.startswith("links")]
+        assert of_links == [last.communicated / last.steps]
+        assert 0.0 < sum(step.shares.values()) - of_links[0] <= step.seconds - of_links[0] + 1e-9
+    every, _, fourth = (run.step for run in result.runs)
+    assert every is not None and fourth is not None and every.half > fourth.half
+    assert str(result.table()).count(" ± ") == 3
+
+
 def test_time_to_a_loss_lies_between_epochs() -> None:
     epochs = tuple(
         Epoch(k + 1, k + 1, 1.0, loss, 0.5, 10.0 * (k + 1), 1.0, 1, 1) for k, loss in enumerate((3, 2, 2.5, 1))
@@ -313,6 +327,7 @@ def test_a_strategy_is_timed_by_the_simulator(cli: Cli) -> None:
     assert ran.code == 0, ran.err
     plan, exact = json.loads(ran.out)["runs"]
     assert plan["step_s"] == pytest.approx(told["iteration_s"]) and not plan["lossy"]
+    assert plan["interval_s"] == told["interval_s"]
     assert [e["loss"] for e in plan["epochs"]] == [e["loss"] for e in exact["epochs"]]
     refused = cli("converge", "s.json", *QUICK[2:])
     assert refused.code == 2 and "s.json" in refused.err

@@ -10,7 +10,7 @@ from flexsearch.cost import Learned, Network, Profile, ProfileDevice
 from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, UNEQUAL, Estimate, Source
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import with_precision
-from flexsearch.report.uncertainty import apart_words, aside_words, near, within_words
+from flexsearch.report.uncertainty import apart_words, aside_words, near
 from flexsearch.report.units import spread
 from flexsearch.setting import Setting
 from flexsearch.simulate.simulation import makespan
@@ -136,13 +136,6 @@ def test_errors_of_common_sources_cancel() -> None:
     assert not a.is_near(same) and a.is_near(other)
     assert near(a, {"same": same, "other": other}) == ["other"]
     assert a.weightiest() is MATRIX
-
-
-def test_several_intervals_are_told_in_one_sentence() -> None:
-    sure, rough, nothing = Estimate(2.0, {}), Estimate(1.0, {MATRIX: 0.9}), Estimate(0.0, {})
-    assert within_words([rough, sure, nothing]) == "In 8 of 10 cases measured times lie within 1 % to 35 % of these."
-    assert within_words([sure, sure]) == "In 8 of 10 cases measured times lie within 1 % of these."
-    assert within_words([nothing]) == ""
 
 
 def test_two_plans_are_said_to_be_too_close_or_not() -> None:

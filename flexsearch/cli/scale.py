@@ -183,15 +183,13 @@ def _data(
 def _say(curves: list[Scaling], headline: str, space: Space, options: Options, output: Path | None) -> None:
     from flexsearch.cli.details import tell
     from flexsearch.report.scaling import scaling_table, verdict
-    from flexsearch.report.uncertainty import within_words
 
     tell(headline, indent=2)
     headings = {"strong": "the same batch on more devices", "weak": "the batch grows with the devices"}
     for curve in curves:
         tell(f"\n{curve.kind.capitalize()} scaling: {headings[curve.kind]}")
         stdout.print(scaling_table(curve))
-        within = within_words([point.step.estimate for point in curve.fitting if point.step is not None])
-        tell(f"\n{verdict(curve)} {within}".rstrip())
+        tell(f"\n{verdict(curve)}")
     if signals.current.number:
         tell("\nInterrupted: larger clusters were not planned.")
     if not any(curve.fitting for curve in curves):

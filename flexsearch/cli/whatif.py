@@ -144,14 +144,12 @@ def _search(
 
 def _say(setting: Setting, outcome: Changed, topology: Path | None, output: Path | None) -> None:
     from flexsearch.cli.details import headline, tell
-    from flexsearch.report.uncertainty import within_words
     from flexsearch.report.whatif import changed_table, in_a_sentence
 
     tell(headline(setting), indent=2)
     tell(f"What if: {outcome.change}\n")
     stdout.print(changed_table(outcome))
-    steps = [one.step for one in (outcome.today, outcome.same, outcome.anew) if one.step is not None and one.fits]
-    tell(f"\n{in_a_sentence(outcome)} {within_words([step.estimate for step in steps])}".rstrip())
+    tell(f"\n{in_a_sentence(outcome)}")
     for path in (topology, output if outcome.anew.fits else None):
         if path is not None:
             stdout.print(f"Wrote {path}.", soft_wrap=True)

@@ -9,8 +9,10 @@ from typing import Any, Final, Literal
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.style import COLOURS, literal, plain
+from flexsearch.report.uncertainty import INTERVAL, time_words
 from flexsearch.report.units import digits, nbytes, percent, ratio, seconds, time_unit
 from flexsearch.sync.record import Epoch, Staleness
 
@@ -24,7 +26,7 @@ _MARKERS: Final = "os^Dv*xP"
 class Run:
     """Training under one recipe, by ``name``. ``lossy``: whether it computes something else than data parallelism.
     ``notes``: what to know of it. ``ended``: training ended once it had reached the target, or could not be the first
-    to reach it any more."""
+    to reach it any more. ``step``: a mean step, with what its time rests on (None: training goes on)."""
 
     name: str
     lossy: bool
@@ -32,6 +34,7 @@ class Run:
     staleness: Staleness | None = None
     notes: tuple[str, ...] = ()
     ended: bool = False
+    step: Estimate | None = None
 
     @property
     def last(self) -> Epoch:
@@ -130,7 +133,8 @@ class Convergence:
 def convergence_table(result: Convergence) -> Grid:
     """See :meth:`Convergence.table`. Speed-ups are over the first row."""
     grid = Grid((
-        Column("recipe", "text"), Column("loss"), Column("accuracy"), Column("step"), Column("comm.", "number below"),
+        Column("recipe", "text"), Column("loss"), Column("accuracy"), Column(f"step,\n{INTERVAL}"),
+        Column("comm.", "number below"),
         Column("sent a step\nby a worker", "number below"), Column(f"to {result.measure}\n{_target(result)}"),
         Column("speed-up"),
     ))  # fmt: skip
@@ -140,7 +144,7 @@ def convergence_table(result: Convergence) -> Grid:
         last = run.last
         gain = ratio(times[0] / t) if times[0] is not None and t else ""
         grid.add(
-            run.name, f"{last.loss:.3f}", percent_of(last.accuracy), seconds(run.step_s),
+            run.name, f"{last.loss:.3f}", percent_of(last.accuracy), time_words(run.step or Estimate(run.step_s, {})),
             percent(last.communicated / last.seconds) if last.seconds else "",
             nbytes(last.sent / last.steps / result.workers), seconds(t) if t is not None else "never", gain,
             style="bold" if t is not None and t == first else "",
@@ -261,7 +265,8 @@ def convergence_data(result: Convergence) -> dict[str, Any]:
 
 def _run_data(run: Run, result: Convergence) -> dict[str, Any]:
     return {
-        "recipe": run.name, "lossy": run.lossy, "step_s": run.step_s, "time_to_target_s": result.time_of(run),
+        "recipe": run.name, "lossy": run.lossy, "step_s": run.step_s,
+        "interval_s": run.step.interval_s if run.step is not None else None, "time_to_target_s": result.time_of(run),
         "ended": run.ended,
         "notes": list(run.notes), "staleness": asdict(run.staleness) if run.staleness is not None else None,
         "epochs": [_epoch_data(epoch) for epoch in run.epochs],

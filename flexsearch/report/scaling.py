@@ -14,7 +14,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from flexsearch.report.grid import Column, Grid
 from flexsearch.report.money import Price, money, unit
 from flexsearch.report.style import COLOURS, plain
-from flexsearch.report.units import byte_unit, digits, nbytes, percent, ratio, seconds, time_unit
+from flexsearch.report.uncertainty import INTERVAL, time_words
+from flexsearch.report.units import byte_unit, digits, nbytes, percent, ratio, time_unit
 from flexsearch.simulate.staged import Step
 
 Kind = Literal["strong", "weak"]
@@ -111,7 +112,7 @@ def scaling_table(scaling: Scaling) -> Grid:
     cost = [Column(f"cost of\n{unit(scaling.length)}", "number below")] if price is not None else []
     batch = [Column("batch")] if scaling.kind == "weak" else []
     grid = Grid((
-        Column("devices", "text"), *batch, Column("step"), Column("tokens/s" if tokens else "samples/s"),
+        Column("devices", "text"), *batch, Column(f"step,\n{INTERVAL}"), Column("tokens/s" if tokens else "samples/s"),
         Column("speed-up"), Column("efficiency"), Column("MFU", "number below"),
         Column("peak\nmemory", "number below"), *cost,
         Column("plan", "below", least=40),
@@ -136,7 +137,7 @@ def _cells(scaling: Scaling, point: ScalingPoint) -> list[str]:
         cost = [money(scaling.amount(point))]
     rate = point.rate * (scaling.length or 1)
     return [
-        seconds(step.makespan_s), f"{rate:,.0f}" if rate >= 100 else digits(rate), ratio(scaling.speedup(point)),
+        time_words(step.estimate), f"{rate:,.0f}" if rate >= 100 else digits(rate), ratio(scaling.speedup(point)),
         percent(scaling.efficiency(point)), percent(step.utilisation), nbytes(step.fullest.peak), *cost, point.plan,
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 from flexsearch.lower import Communication, Lowered
 from flexsearch.lower.view import links_of
 from flexsearch.report.grid import Column, Grid
-from flexsearch.report.uncertainty import time_words
+from flexsearch.report.uncertainty import INTERVAL, time_words
 from flexsearch.report.units import nbytes, percent, ratio
 from flexsearch.report.words import tensor_words
 from flexsearch.simulate import Simulation, busiest, critical_path, over_memory
@@ -90,8 +90,8 @@ def plan_table(
     plans that do not fit are red and say so."""
     grid = Grid(
         (
-            Column("plan", "text"), Column("iteration"), Column("vs data\nparallel"), Column("vs one\ndevice"),
-            Column("bytes\nmoved", "number below"), Column("peak\nmemory", "number below"),
+            Column("plan", "text"), Column(f"iteration,\n{INTERVAL}"), Column("vs data\nparallel"),
+            Column("vs one\ndevice"), Column("bytes\nmoved", "number below"), Column("peak\nmemory", "number below"),
             Column("what takes the time", "below", least=36),
         ),
         title,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from flexsearch.cost.uncertainty import Estimate
 from flexsearch.report.units import percent, seconds, spread
+
+INTERVAL: Final = "80 % interval"
+"""Heading of times with half of their intervals, in which 8 of 10 measured times lie."""
 
 
 def time_words(estimate: Estimate) -> str:
@@ -23,13 +26,6 @@ def basis_words(estimate: Estimate) -> str:
         f"In 8 of 10 cases the measured time lies in this interval. Most of the uncertainty comes from {source.name} "
         f"({source.kind}, {percent(estimate.shares[source] / estimate.seconds)} of the time)."
     )
-
-
-def within_words(estimates: Sequence[Estimate]) -> str:
-    """How far measured times may lie from several predicted ones; empty without any."""
-    shares = sorted(estimate.half / estimate.seconds for estimate in estimates if estimate.seconds)
-    ends = " to ".join(dict.fromkeys(percent(share) for share in (*shares[:1], *shares[-1:])))
-    return f"In 8 of 10 cases measured times lie within {ends} of these." if ends else ""
 
 
 def near(estimate: Estimate, others: Mapping[str, Estimate]) -> list[str]:

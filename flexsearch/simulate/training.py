@@ -16,7 +16,9 @@ from pydantic import JsonValue
 
 from flexsearch.compiled import I64
 from flexsearch.cost import Costs
+from flexsearch.cost.sources import Sources
 from flexsearch.cost.ticks import TICK
+from flexsearch.cost.uncertainty import Estimate
 from flexsearch.graph import Axis, Operator, OperatorGraph, Tensor
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
@@ -25,6 +27,7 @@ from flexsearch.lower.recipes import RecipeGroup, group_of
 from flexsearch.lower.several import computing
 from flexsearch.lower.view import Rows
 from flexsearch.simulate.stepping import Factors, Run, Stand, longer
+from flexsearch.simulate.uncertainty import estimate
 from flexsearch.strategy import Strategy
 from flexsearch.strategy.baselines import inside_group
 from flexsearch.sync import Exchange, Recipe
@@ -101,6 +104,21 @@ class Workers:
         run.to_the_end()
         ticks = run.state.devices.clock[: self.size]
         return ticks, ticks - run.state.computed[: self.size]
+
+    def estimate(self, seconds: float, communicated: float) -> Estimate:
+        """Seconds of training, with what they rest on: those that are ``communicated`` on links, the others on what
+        computing a step does."""
+        lowering, resources = self.lowered.lowering, self.topology.resources
+        alone = self._computing
+        steps = (seconds - communicated) / alone.seconds if alone.seconds else 0.0
+        shares = {source: share * steps for source, share in alone.shares.items()}
+        of_links = Sources(lowering.costs, self.topology).links()
+        links = [source for r, source in of_links.items() if resources[r].kind == "link"]
+        return Estimate(seconds, shares | {max(links, key=lambda source: source.error): communicated})
+
+    @cached_property
+    def _computing(self) -> Estimate:
+        return estimate(self.lowered.lowering, self.rows, self.lowered.configs)
 
     def factors(self, step: int) -> Factors:
         """By device: how many times as long it computes in a step (0: the first)."""
