@@ -48,7 +48,7 @@ class _Tries:
         self.half_states: int | None = None
         if options.precision == "as-is":
             self.half_states = training_bytes(setting, options.model_copy(update={"precision": "bf16"}))
-        self.room = sum(device.memory_bytes for device in setting.topology.devices)
+        self.room = sum(device.usable_bytes for device in setting.topology.devices)
         self.least = ceil(self.states * self.now / self.room)
         self.tried: dict[int, Attempt] = {}
 

@@ -672,3 +672,11 @@ def test_some_blocks_are_computed_again_where_all_are_not_needed() -> None:
     simulated = [search.evaluate(layout, options) for options in (OPTIONS, some, full)]
     seconds = [candidate.seconds for candidate in simulated if candidate is not None]
     assert len(seconds) == 3 and seconds == sorted(seconds)
+
+
+def test_of_equally_fast_plans_the_one_with_more_free_memory_is_the_answer() -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    candidate = search.evaluate(next(iter(search.numbers.layouts())).layout, OPTIONS)
+    assert candidate is not None
+    roomier = replace(candidate, used=candidate.used / 2)
+    assert min(candidate, roomier, key=lambda one: one.rank) is roomier

@@ -134,6 +134,14 @@ def test_the_factor_of_a_backends_own_collective_is_that_of_its_ring() -> None:
     assert found["all_gather"] == found["reduce_scatter"] == pytest.approx(1.5)
 
 
+def test_a_gpu_keeps_some_of_its_memory_for_its_driver_and_libraries() -> None:
+    gpus = [replace(host, kind="cuda", processor=f"gpu{k}") for k, host in enumerate(hosts(2))]
+    for facts, preset in ((gpus, "l40s"), (hosts(2), "xeon")):
+        share = Topology.load(preset).devices[0].memory_fraction
+        assert [d.memory_fraction for d in fit(measured(facts), "cluster", "made up").devices] == [share, share]
+    assert share == 1.0
+
+
 def test_a_slow_host_has_a_slow_link() -> None:
     slow = {p: RATE / 4 if 2 in p else RATE for p in combinations(range(4), 2)}
     found = fit(measured(hosts(4), bandwidth=slow), "cluster", "made up")

@@ -33,6 +33,7 @@ from flexsearch.search.climbs import POLISHED, ClimbSchedule
 from flexsearch.search.constants import FEW, ROWS
 from flexsearch.search.evaluate import better
 from flexsearch.search.space import Space
+from flexsearch.simulate import over_memory
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, check_config, make_config
 from flexsearch.topology import Topology
 from tests.proposals import MOVES, propose
@@ -43,8 +44,9 @@ def find(graph: OperatorGraph, topology: Topology, proposals: int = 150, seed: i
     return search(graph, topology, Costs(graph, topology), proposals=proposals, seed=seed, processes=1)
 
 
-def with_memory(topology: Topology, nbytes: int) -> Topology:
-    devices = tuple(d.model_copy(update={"memory_bytes": nbytes}) for d in topology.devices)
+def with_memory(topology: Topology, nbytes: int, fraction: float = 1.0) -> Topology:
+    memory = {"memory_bytes": nbytes, "memory_fraction": fraction}
+    devices = tuple(d.model_copy(update=memory) for d in topology.devices)
     return Topology(**{f: getattr(topology, f) for f in Topology.model_fields} | {"devices": devices})
 
 
@@ -329,6 +331,21 @@ def test_a_plan_over_memory_is_never_the_answer_where_one_fits() -> None:
         result = find(graph, topology, 100, seed)
         assert result.feasible and max(result.simulation.peak_bytes) <= limit
         assert not result.baselines["data-parallel"].feasible
+
+
+def test_plans_use_the_share_of_the_memory_that_a_device_gives_them() -> None:
+    graph, whole = mlp(batch=64, width=1024, layers=4), ethernet(4)
+    peak = max(find(graph, whole, 1).baselines["fsdp"].simulation.peak_bytes)
+    shared = with_memory(whole, peak * 100 // 93 + 2, 0.93)
+    usable = shared.devices[0].usable_bytes
+    assert peak <= usable < shared.devices[0].memory_bytes
+    same = with_memory(whole, usable)
+    ours, alike = (find(graph, topology, 100) for topology in (shared, same))
+    assert ours.strategy.configs == alike.strategy.configs and max(ours.simulation.peak_bytes) <= usable
+    for name, outcome in ours.baselines.items():
+        assert over_memory(outcome.simulation, shared) == over_memory(alike.baselines[name].simulation, same)
+    missing = max(ours.baselines["data-parallel"].simulation.peak_bytes) - usable
+    assert over_memory(ours.baselines["data-parallel"].simulation, shared)[0] == (0, missing) and missing > 0
 
 
 def test_baselines_are_simulated_in_full_only_when_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:

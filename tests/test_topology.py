@@ -343,8 +343,9 @@ def test_hash_ignores_name_and_source_and_nothing_else() -> None:
         topology(devices, [link("a", "b", duplex="half")]),
         topology(devices, links, communication=Communication(backend="gloo", overhead_s=1.0)),
         topology([device("a", processor="p"), device("b", processor="p")], links),
+        topology([one.model_copy(update={"memory_fraction": 0.9}) for one in devices], links),
     ]
-    assert len({t.content_hash(), *(o.content_hash() for o in others)}) == 6
+    assert len({t.content_hash(), *(o.content_hash() for o in others)}) == 7
 
 
 EXPLICIT: dict[str, Any] = json.loads(star(3).model_dump_json())

@@ -167,10 +167,10 @@ class _Drawing:
         panels = []
         for name, lowered in plans.items():
             devices, curves = lowered.topology.devices, memory_curves(lowered, times_of(lowered.rows))
-            fullest = max(range(len(devices)), key=lambda d: curves[d].peak.peak / devices[d].memory_bytes)
+            fullest = max(range(len(devices)), key=lambda d: curves[d].peak.peak / devices[d].usable_bytes)
             for d in [fullest] if self.others else chosen_devices(lowered, _DEVICES):
                 words = f"{name}, {devices[d].name}" if self.others else devices[d].name
-                panels.append((words, curves[d], devices[d].memory_bytes))
+                panels.append((words, curves[d], devices[d].usable_bytes))
         return memory_over_time(panels, self.title if self.others else f"{self.title}: {self.name}")
 
     def _refuse_many_tasks(self) -> None:

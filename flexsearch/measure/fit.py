@@ -33,6 +33,8 @@ PROBED: tuple[Figure, ...] = (
 """What is measured; the rest is that of the backend."""
 PAUSE_BYTES = 8
 """Of an all-reduce between computations."""
+GPU_MEMORY = 0.93
+"""Share of a GPU's memory that plans may use, as in the presets."""
 SLOWED = 1.5
 """A device slower than others of its model by less than this factor is taken to have been disturbed."""
 
@@ -193,6 +195,7 @@ def _devices(measured: Measured) -> tuple[Device, ...]:
                 # The measured copy streams; the file gives the peak of which streaming reaches a known share.
                 memory_bandwidth=compute.copy_bandwidth / USUAL.memory,
                 memory_bytes=fact.memory_bytes // (on_machine[fact.machine] if fact.kind == "cpu" else 1),
+                memory_fraction=GPU_MEMORY if fact.kind == "cuda" else 1.0,
                 processor=f"processor{shared[rank]}" if users[shared[rank]] > 1 else None,
                 overhead_s=compute.overhead_s,
             )

@@ -234,7 +234,7 @@ def _pipeline(explained: Explanation) -> Iterator[Told]:
             made.add(words, *(f"{seconds(s)} ({percent(s / total)})" for s in (mean, row[most])), names[most])
     yield made
     yield from _stage_table(explained)
-    rooms = [device.memory_bytes for device in lowered.topology.devices]
+    rooms = [device.usable_bytes for device in lowered.topology.devices]
     fullest = max(range(len(rooms)), key=lambda d: simulation.memory[d].peak / rooms[d])
     held = memory_parts(simulation.memory[fullest])
     yield f"\nMemory of the fullest device, {names[fullest]}: {held}: {nbytes(simulation.peak_bytes[fullest])} of " + (

@@ -89,7 +89,7 @@ def memory_bars(row: PlanRow, title: str = "") -> Figure:
         before = [sum(getattr(use, other) for other in PARTS[: PARTS.index(part)]) / unit for use in uses]
         if any(sizes):
             axes.barh(range(len(uses)), sizes, left=before, color=_PART_COLOURS[part], label=part, height=0.7)
-    limits = [device.memory_bytes for device in devices]
+    limits = [device.usable_bytes for device in devices]
     near = [(k, limit) for k, limit in enumerate(limits) if limit <= 1.5 * top]
     for k, limit in near:
         axes.plot([limit / unit] * 2, [k - 0.45, k + 0.45], color="black", linewidth=1.5)

@@ -51,7 +51,7 @@ def search_weight_gradients(
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
     strategy, simulation = _worth_it(graph, topology, costs, configs, options)
     feasible = all(
-        peak <= device.memory_bytes for peak, device in zip(simulation.peak_bytes, topology.devices, strict=True)
+        peak <= device.usable_bytes for peak, device in zip(simulation.peak_bytes, topology.devices, strict=True)
     )
     faster = not result.feasible or is_faster(simulation, result.simulation, margin)
     if not strategy.weight_gradients or not feasible or not faster:

@@ -33,7 +33,7 @@ class Effects:
         self._simulator = DeltaSimulator(
             lowering.graph, lowering.topology, lowering.costs, options, configs, lowering, stages=self.stages
         )  # fmt: skip
-        self._room = np.array([device.memory_bytes for device in lowering.topology.devices], dtype=np.int64)
+        self._room = np.array([device.usable_bytes for device in lowering.topology.devices], dtype=np.int64)
         self.base_s = self._simulator.seconds
         """Iteration time of the plan, s."""
 

@@ -129,7 +129,7 @@ def times_of(rows: Rows) -> Times:
 def over_memory(simulation: Simulation, topology: Topology) -> list[tuple[int, int]]:
     """(device, bytes missing) for every device whose peak does not fit into its memory."""
     return [
-        (d, peak - topology.devices[d].memory_bytes)
+        (d, peak - topology.devices[d].usable_bytes)
         for d, peak in enumerate(simulation.peak_bytes)
-        if peak > topology.devices[d].memory_bytes
+        if peak > topology.devices[d].usable_bytes
     ]

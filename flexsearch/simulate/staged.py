@@ -155,7 +155,7 @@ def step_of(simulators: StagedSimulators, simulator: DeltaSimulator) -> Step:
 
     return Step(
         simulator.seconds, measure, weigh, memory_of(account, sources, simulator.rows.state),
-        tuple(device.memory_bytes for device in simulator.topology.devices), len(devices), graph.batch,
+        tuple(device.usable_bytes for device in simulator.topology.devices), len(devices), graph.batch,
         simulators.flops, sum(device.product_flops_for(dtype) for device in devices),
     )  # fmt: skip
 
@@ -182,7 +182,7 @@ def _step_with_recipes(graph: OperatorGraph, strategy: Strategy, profile: Profil
     dtype = _dtype(planned)
     return Step(
         simulation.makespan_s, lambda: device_times(lowered.rows, simulation.times), lambda: simulation.estimate,
-        simulation.memory, tuple(device.memory_bytes for device in cluster.devices), len(cluster.devices), graph.batch,
+        simulation.memory, tuple(device.usable_bytes for device in cluster.devices), len(cluster.devices), graph.batch,
         model_flops(planned), sum(device.product_flops_for(dtype) for device in cluster.devices),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     devices, blocks = len(topology.devices), len(schedule.kind)
     kinds = {1: 1, 2: 3}.get(int(schedule.microbatches[0]), 4)  # microbatches whose cells differ (``which_cells``)
     chunk_of, chunk_first = _chunks(schedule, blocks)
-    capacity = np.array([device.memory_bytes for device in topology.devices], np.int64)
+    capacity = np.array([device.usable_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
     return Account(
         state=_small(rows.empty_state()), spans=_make_spans(graph, sources, devices),

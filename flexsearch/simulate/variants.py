@@ -201,6 +201,6 @@ class Variants:
             return Outcome(None, remark=error.message)
         except IndexError:
             return Outcome(None, remark="a stage has fewer devices")
-        room = [device.memory_bytes for device in share.topology.devices]
+        room = [device.usable_bytes for device in share.topology.devices]
         missing = (int(peak) - most for peak, most in zip(simulator.peaks(), room, strict=True))
         return Outcome(simulator.seconds, max(0, *missing))

@@ -252,6 +252,6 @@ def _batch(lowered: Lowered, profile: Profile | None) -> WhatIf:
         lowering = Lowering(graph, lowered.topology, Costs(graph, lowered.topology, profile))
     larger = lowering.lower(lowered.configs, lowered.options, stages)
     use = memory(larger)
-    missing = max(0, *(m.peak - d.memory_bytes for m, d in zip(use, lowered.topology.devices, strict=True)))
+    missing = max(0, *(m.peak - d.usable_bytes for m, d in zip(use, lowered.topology.devices, strict=True)))
     remark = "pieces that the profile lacks are estimated" if profile is not None else ""
     return WhatIf(change, words, makespan(larger) / FACTOR, missing, remark)

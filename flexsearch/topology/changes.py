@@ -15,8 +15,8 @@ from flexsearch.topology.parts import TF32, Communication, Device, Link
 from flexsearch.topology.topology import Topology, presets
 
 FIGURES: Final = (
-    "kind", "model", "flops", "memory_bandwidth", "memory_bytes", "overhead_s", "efficiency", "efficiency_full",
-    "launches",
+    "kind", "model", "flops", "memory_bandwidth", "memory_bytes", "memory_fraction", "overhead_s", "efficiency",
+    "efficiency_full", "launches",
 )  # fmt: skip
 """Fields of a device that say what it is, not where."""
 

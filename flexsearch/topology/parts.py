@@ -68,12 +68,18 @@ class Device(FileModel):
     flops: dict[str, FlopRate]  # by dtype
     memory_bandwidth: Bandwidth
     memory_bytes: Capacity
+    memory_fraction: quantities.Share = 1.0  # of it, what plans may use: a driver and libraries need some, too
     processor: Name | None = None  # devices naming the same one take turns on it (emulated hosts too); None: its own
     overhead_s: LatencySeconds  # host time to launch one operator; a GPU computes meanwhile
     efficiency: Efficiency | None = None  # in half precision; None: ``kernels.USUAL``, even where a file says that
     efficiency_full: Efficiency | None = None  # in other types; likewise
     launches: Launches | None = None  # likewise
     tf32: bool = False  # float32 matrix products are computed in TF32 (torch.backends.cuda.matmul.fp32_precision)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of memory that plans may use."""
+        return int(self.memory_bytes * self.memory_fraction)
 
     @property
     def launch_s(self) -> float:

@@ -14,12 +14,12 @@ SourceKind = Literal["measured", "published", "guessed"]
 """``measured``: on such a machine, by a benchmark or from training steps. ``published``: by the maker, as peaks are.
 ``guessed``: taken from a machine of another kind, or from experience."""
 Figure = Literal[
-    "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.overhead_s", "devices.efficiency",
-    "devices.efficiency_full", "devices.convolution", "devices.traffic", "devices.launches", "devices.recipe_passes",
-    "links.bandwidth", "links.latency_s",
-    "communication.overhead_s", "communication.factors", "communication.groups", "communication.message_s",
-    "communication.turn_bytes", "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form",
-    "communication.busy_factor", "communication.pack_s_per_byte", "communication.tensor_by_form",
+    "devices.flops", "devices.memory_bandwidth", "devices.memory_bytes", "devices.memory_fraction",
+    "devices.overhead_s", "devices.efficiency", "devices.efficiency_full", "devices.convolution", "devices.traffic",
+    "devices.launches", "devices.recipe_passes", "links.bandwidth", "links.latency_s", "communication.overhead_s",
+    "communication.factors", "communication.groups", "communication.message_s", "communication.turn_bytes",
+    "communication.cpu_s", "communication.cpu_s_per_byte", "communication.cpu_by_form", "communication.busy_factor",
+    "communication.pack_s_per_byte", "communication.tensor_by_form",
 ]  # fmt: skip
 """Fields of a topology file that have a source of their own; "devices.convolution" is ``convolution`` of
 ``efficiency``, for half precision, where another source says that than the rest of it; "devices.traffic" are ``other``

@@ -73,7 +73,7 @@ class Estimates:
 
     def __init__(self, works: Works, cuts: Cuts) -> None:
         self.works, self.cuts, self.topology = works, cuts, works.topology
-        self.memory = np.array([device.memory_bytes for device in self.topology.devices], np.float64)
+        self.memory = np.array([device.usable_bytes for device in self.topology.devices], np.float64)
         self._kinds, self.speeds = works.costs.kinds, speeds(works.topology)
         self._cuts: dict[Hashable, tuple[int, ...]] = {}
         self._parts: dict[Hashable, Parts] = {}

@@ -44,9 +44,9 @@ def _passes(simulator: DeltaSimulator, pipeline: Pipeline) -> Passes:
     under_way = peaks(replace(unlimited, nbytes=computing), orders)
     nbytes, limit = [0] * stages, list[int]()
     for row, most in zip(unlimited.held, under_way, strict=True):
-        fullest = max(pipeline.devices[row[0]], key=lambda d: memory[d].peak / devices[d].memory_bytes)
+        fullest = max(pipeline.devices[row[0]], key=lambda d: memory[d].peak / devices[d].usable_bytes)
         kept = memory[fullest].activations - standing[fullest]
-        limit.append(devices[fullest].memory_bytes - memory[fullest].peak + kept)
+        limit.append(devices[fullest].usable_bytes - memory[fullest].peak + kept)
         for stage in row:
             nbytes[stage] = -(-kept * computing[stage] // most)
     return replace(unlimited, nbytes=tuple(nbytes), limit=tuple(limit), between=_between(simulator, pipeline))

@@ -62,9 +62,9 @@ class Candidate:
         return self.seconds * (1.0 + PENALTY * max(0.0, self.used - 1.0))
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """Key that sorts the better one first."""
-        return not self.feasible, self.cost
+    def rank(self) -> tuple[bool, float, float]:
+        """Key that sorts the better one first: of equally fast ones, that which leaves more memory free."""
+        return not self.feasible, self.cost, self.used
 
 
 @dataclass(frozen=True)

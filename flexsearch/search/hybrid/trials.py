@@ -187,5 +187,5 @@ class Trials:
 
 def share_used(simulator: DeltaSimulator) -> float:
     """Share of its memory that the fullest device needs."""
-    room = np.array([device.memory_bytes for device in simulator.topology.devices])
+    room = np.array([device.usable_bytes for device in simulator.topology.devices])
     return max(1e-12, float((simulator.peaks() / room).max()))
