@@ -4,7 +4,7 @@
 
 llm-foundry's table has one microbatch for each model and GPU, of 40 or 80 GB. Each is planned as it ran, and again with
 twice the samples a microbatch. ``fit``: plans whose predicted peak is within what plans may use of the GPU's memory:
-all should be; ``doubled_fit``: the same of the larger ones: not all should be; ``peak``: the median peak over the memory.
+all should be; ``doubled_fit``: the same of the larger ones: not all should be; ``peak``: median peak over the memory.
 Presets leave 7 % of the memory to the driver, the communication library and fragments.
 """
 
