@@ -33,6 +33,7 @@ from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, ahead, search_hybrid
 from flexsearch.search.hybrid import search as search_module
 from flexsearch.search.hybrid.ahead import Ahead
+from flexsearch.search.hybrid.answer import plain_options, simplified
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
@@ -680,3 +681,18 @@ def test_of_equally_fast_plans_the_one_with_more_free_memory_is_the_answer() -> 
     assert candidate is not None
     roomier = replace(candidate, used=candidate.used / 2)
     assert min(candidate, roomier, key=lambda one: one.rank) is roomier
+
+
+def test_an_option_that_hardly_gains_is_left_as_usual() -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    layout = next(key.layout for key in search.numbers.layouts() if key.layout.states)
+    ahead = search.evaluate(layout, OPTIONS.model_copy(update={"prefetch": 4}))
+    plain = search.evaluate(layout, OPTIONS)
+    assert ahead is not None and plain is not None and plain_options(ahead, OPTIONS.prefetch) == plain.key
+    for share, kept in ((1.004, plain), (1.006, ahead)):
+        slower = replace(plain, seconds=share * ahead.seconds)
+        simulated = {ahead.key: ahead, plain.key: slower}
+        assert simplified(ahead, simulated, OPTIONS.prefetch) == (slower if kept is plain else ahead)
+    full = {ahead.key: ahead, plain.key: replace(plain, seconds=ahead.seconds, used=1.1)}
+    assert simplified(ahead, full, OPTIONS.prefetch) is ahead
+    assert simplified(replace(ahead, changed=1), {ahead.key: ahead, plain.key: plain}, OPTIONS.prefetch).changed

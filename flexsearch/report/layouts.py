@@ -184,7 +184,8 @@ def staged_data(graph: OperatorGraph, row: StagedRow) -> dict[str, Any]:
     length = sequence_length(graph)
     rate = step.samples / step.makespan_s if step.makespan_s else None
     return {
-        "name": row.name, "layout": layout_words(row), "iteration_s": step.makespan_s, "samples_per_s": rate,
+        "name": row.name, "layout": layout_words(row), "iteration_s": step.makespan_s,
+        "interval_s": step.estimate.interval_s, "samples_per_s": rate,
         "tokens_per_s": rate * length if rate and length else None, "mfu": step.utilisation,
         "bubbles": step.bubbles, "exposed": step.exposed, "usage": usage(step),
         "fits": not step.missing, "missing_bytes": step.missing, "peak_bytes": step.fullest.peak,

@@ -9,7 +9,9 @@ from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_PIECES
+from flexsearch.search.hybrid.constants import PLAINER
 from flexsearch.search.hybrid.outcome import Candidate
+from flexsearch.search.hybrid.ranking import Key
 from flexsearch.search.hybrid.trials import Trials
 from flexsearch.search.outcome import is_faster
 from flexsearch.simulate.staged import Step
@@ -38,6 +40,21 @@ def choose(
         if not is_faster(step, baselines[name][1], margin):
             return Choice(*baselines[name], name, step.estimate)
     return Choice(best, step, same, None)
+
+
+def plain_options(candidate: Candidate, prefetch: int) -> Key:
+    """The same plan, with as many buckets gathered ahead as is usual."""
+    return candidate.key._replace(options=candidate.options.model_copy(update={"prefetch": prefetch}))
+
+
+def simplified(candidate: Candidate, simulated: Mapping[Key, Candidate | None], prefetch: int) -> Candidate:
+    """The plan of ``plain_options`` in the place of a candidate, if it has been simulated and is hardly slower."""
+    if simulated.get(candidate.key) != candidate:  # its splits or orders are its own
+        return candidate
+    plain = simulated.get(plain_options(candidate, prefetch))
+    if plain is None or not plain.feasible or plain.seconds > (1.0 + PLAINER) * candidate.seconds:
+        return candidate
+    return plain
 
 
 def nothing_suits(graph: OperatorGraph, topology: Topology, refusals: str | None) -> StrategyError:

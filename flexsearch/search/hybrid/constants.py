@@ -69,6 +69,12 @@ REACH: Final = 2
 LISTED: Final = 4096
 """Most passes in one direction that list scheduling puts in order. Taken."""
 
+# ---- the answer
+
+PLAINER: Final = 0.005
+"""Share of the time that a plan must gain by gathering more buckets ahead, or fewer, than is usual. Taken: whoever
+trains by it has to set this apart, and predictions err by more."""
+
 # ---- the clock, and how often something is looked at
 
 AHEAD: Final = 32

@@ -18,7 +18,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import choose, nothing_suits, strategy_of
+from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, simplified, strategy_of
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -172,6 +172,9 @@ class LayoutSearch:
         self._improve("splits", self._different(None if self.cuts.short else POLISHED))
         self.phase = "orders of passes"
         self._improve("order", self._different(POLISHED))
+        self.phase = "simpler options"
+        for candidate in filter(None, (self.best, *self.kept.values())):
+            self.evaluate(*plain_options(candidate, self.options.prefetch))
 
     # ---- simulating
 
@@ -377,6 +380,9 @@ class LayoutSearch:
     # ---- the answer
 
     def _result(self, best: Candidate, stopped: str, margin: float | None = 0.0) -> HybridResult:
+        simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in self.kept.items()}
+        plans = simplified(best, self.simulated, self.options.prefetch), *simpler.values()
+        self.kept, best = simpler, min(plans, key=lambda candidate: candidate.rank)
         elapsed = time.monotonic() - self.began
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())
