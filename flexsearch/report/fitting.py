@@ -52,8 +52,8 @@ def _sentences(fitting: Fitting, one_sample: bool) -> Iterator[str]:
     yield "The search has tried recomputation, sharded states and more microbatches."
     if fitting.states > fitting.room:
         yield (
-            f"Weights, gradients and the optimizer's states alone take {nbytes(fitting.states)}, and all devices "
-            f"together have {nbytes(fitting.room)}, so a smaller --batch cannot help."
+            f"Weights, gradients and the optimizer's states alone take {nbytes(fitting.states)}, and plans "
+            f"may use {nbytes(fitting.room)} of all devices together, so a smaller --batch cannot help."
         )
         if fitting.half_states is not None and fitting.half_states > fitting.room:
             yield f"Nor can --precision bf16: they take {nbytes(fitting.half_states)} then, with float32 masters."
