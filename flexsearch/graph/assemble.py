@@ -109,7 +109,7 @@ def _mark_samples(drafts: Sequence[Draft]) -> None:
 def _expanded(drafts: Sequence[Draft]) -> dict[Draft, list[str]]:
     """Of drafts with one output that follows from no input of the model: axes of the output along which something was
     expanded, here or before."""
-    found: dict[Draft, list[str]] = {}
+    axes_of: dict[Draft, list[str]] = {}
     along: dict[Value, set[int]] = {}  # places in values that follow from no input
     for draft in drafts:
         if len(draft.outputs) > 1 or not all(v in along or v.kind in _LEAVES for v in draft.inputs):
@@ -119,13 +119,13 @@ def _expanded(drafts: Sequence[Draft]) -> dict[Draft, list[str]]:
             for operand in (*draft.access.outputs, *draft.access.inputs)
         ]
         written, read = names[0], list(zip(draft.inputs, names[1:], strict=True))
-        found[draft] = [
+        axes_of[draft] = [
             axis for axis in written
             if (draft.kind == "expand" and axis not in read[0][1])
             or (any(axis in n for _, n in read) and all(n[axis] in along.get(v, ()) for v, n in read if axis in n))
         ]  # fmt: skip
-        along[draft.outputs[0]] = {written[axis] for axis in found[draft]}
-    return found
+        along[draft.outputs[0]] = {written[axis] for axis in axes_of[draft]}
+    return axes_of
 
 
 def _counting(drafts: list[Draft]) -> list[Draft]:
@@ -133,8 +133,8 @@ def _counting(drafts: list[Draft]) -> list[Draft]:
     counts = [d for d in drafts if d.kind == "valid_count"]
     needs = [ancestors(drafts, d.outputs) for d in counts]
     free = [row for row in needs if all(v.kind != "parameter" for d in row for v in d.inputs)]
-    found = {d for row in free for d in row}
-    return [d for d in drafts if d in found]
+    needed = {d for row in free for d in row}
+    return [d for d in drafts if d in needed]
 
 
 def _before_readers(drafts: list[Draft], moved: list[Draft]) -> list[Draft]:

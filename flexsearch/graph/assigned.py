@@ -30,17 +30,17 @@ class Following(TorchFunctionMode):
 
     def __init__(self, batch: Any) -> None:
         super().__init__()
-        self._known = WeakIdKeyDictionary()
+        self._followed = WeakIdKeyDictionary()
         self._follow(batch)
 
     def _follow(self, tree: Any) -> None:
         for x in pytree.tree_leaves(tree):
             if isinstance(x, Tensor):
-                self._known[x] = True
+                self._followed[x] = True
 
     def depends(self, tree: Any) -> bool:
         """Whether a tensor of a nest does."""
-        return any(isinstance(x, Tensor) and (x.requires_grad or x in self._known) for x in pytree.tree_leaves(tree))
+        return any(isinstance(x, Tensor) and (x.requires_grad or x in self._followed) for x in pytree.tree_leaves(tree))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,12 +147,12 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, list | dict | deque)
 
 
-def _note_containers(value: Any, known: dict[int, tuple[Any, Any]]) -> None:
+def _note_containers(value: Any, copies: dict[int, tuple[Any, Any]]) -> None:
     """Lists and dicts in a value, each with a copy of it."""
-    if _is_container(value) and id(value) not in known:
-        known[id(value)] = value, copy(value)
+    if _is_container(value) and id(value) not in copies:
+        copies[id(value)] = value, copy(value)
         for x in value.values() if isinstance(value, dict) else value:
-            _note_containers(x, known)
+            _note_containers(x, copies)
 
 
 def _items(*containers: Any) -> list[list[Any]]:

@@ -65,19 +65,19 @@ def find_blocks(program: torch.export.ExportedProgram, tracer: Tracer) -> Blocks
     repeats = [n for n in nodes if n.target is REPEAT]
     numbers = {int(n.args[1]) for n in repeats}
     view = _View(program, nodes)
-    found: dict[int, Block] = {}
+    blocks: dict[int, Block] = {}
     for number in sorted(numbers):
         call = tracer.calls[number]
         second = next(c for c in tracer.calls if c.first is call)
         block, other = view.block(call), view.block(second)
         if block is None or other is None or not view.equal(block, other):
             raise EntangledError({call.structure})
-        found[number] = block
+        blocks[number] = block
     targets, mutated = {}, Counter[str](view.mutated.values())
     counterparts: dict[str, str] = {}
     for node in repeats:
-        for number, place in _instances(node, found, "", ""):
-            block = found[number]
+        for number, place in _instances(node, blocks, "", ""):
+            block = blocks[number]
             for read in block.reads:
                 target = view.target(read)
                 targets[moved(target, block.path, place)] = target
@@ -86,7 +86,7 @@ def find_blocks(program: torch.export.ExportedProgram, tracer: Tracer) -> Blocks
                 counterparts[moved(target, block.path, place)] = target
             if any(mutated[moved(target, block.path, place)] > 1 for target, _ in block.mutated):
                 raise EntangledError({tracer.calls[number].structure})
-    return Blocks(found, targets, counterparts)
+    return Blocks(blocks, targets, counterparts)
 
 
 def _instances(node: Node, blocks: Mapping[int, Block], source: str, place: str) -> Iterator[tuple[int, str]]:

@@ -102,13 +102,13 @@ def _checks(file: str) -> tuple[_Check, ...]:
         nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:  # not Python
         return ()
-    found = [_Check(*_lines(node), *_lines(node), True) for node in nodes if isinstance(node, ast.Assert)]
+    checks = [_Check(*_lines(node), *_lines(node), True) for node in nodes if isinstance(node, ast.Assert)]
     for node in nodes:
         if isinstance(node, ast.If):
             for body, passes in ((node.body, False), (node.orelse, True)):
                 if body and isinstance(body[-1], ast.Raise):
-                    found.append(_Check(*_lines(node.test), body[0].lineno, _lines(body[-1])[1], passes))
-    return tuple(found)
+                    checks.append(_Check(*_lines(node.test), body[0].lineno, _lines(body[-1])[1], passes))
+    return tuple(checks)
 
 
 def _lines(node: ast.stmt | ast.expr) -> tuple[int, int]:

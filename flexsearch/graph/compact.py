@@ -68,7 +68,7 @@ class _Writer:
         if len(self.updated) < len(graph.buffer_updates):
             self.updated = {}
         self.written: set[str] = set()
-        self.known = {
+        self.metadata = {
             t.name: leaf_known(t.kind, t.shape, t.dtype, self._samples(t))
             for t in graph.tensors
             if t.kind != "activation"
@@ -112,14 +112,14 @@ class _Writer:
 
     def _record(self, op: Operator) -> Record:
         access = op.access
-        inputs = [self.known[name] for name in op.inputs]
+        inputs = [self.metadata[name] for name in op.inputs]
         sizes = sizes_from_inputs(access, [x.shape for x in inputs], {})
         explicit = {axis: size for axis, size in op.sizes.items() if sizes.get(axis) != size}
         roles = {a: role for a, role in op.roles.items() if role != usual_role(a, access, inputs)}
         dtypes = tuple(self.graph.tensor[name].dtype for name in op.outputs)
         weight = all(x.weight for x in inputs)
         for name, operand, dtype in zip(op.outputs, access.outputs, dtypes, strict=True):
-            self.known[name] = output_known(operand, dtype, op.sizes, op.roles, weight)
+            self.metadata[name] = output_known(operand, dtype, op.sizes, op.roles, weight)
         updates = tuple(self.updated.get(name, "") for name in op.outputs)
         updates = () if "" in updates else updates
         self.written.update(updates)
@@ -160,7 +160,7 @@ class _Draft:
 
     def __init__(self, records: Sequence[Any], names: Callable[[Any], list[str]], start: int, period: int) -> None:
         self.records, self.names, self.start, self.period = records, names, start, period
-        self.given = [
+        self.templates = [
             self._templates(names(records[start + k]), names(records[start + period + k])) for k in range(period)
         ]
         self.first: dict[str, str] = {}
@@ -170,7 +170,7 @@ class _Draft:
         }
         self.salts = min(salts, default=0)
         self.valid = (
-            len(salts) <= 1 and self.salts >= 0 and all(None not in x for x in (*self.given, *self.inputs))
+            len(salts) <= 1 and self.salts >= 0 and all(None not in x for x in (*self.templates, *self.inputs))
             and self.fits(0) and self.fits(1)
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ class _Draft:
         """Whether repetition ``time`` is what the templates say."""
         for k in range(self.period):
             record = self._at(time, k)
-            if [expanded(str(x), time) for x in self.given[k]] != self.names(record):
+            if [expanded(str(x), time) for x in self.templates[k]] != self.names(record):
                 return False
             if isinstance(record, Record):
                 inputs = [
@@ -247,7 +247,9 @@ def _joined(
 
 
 def _leaf_block(draft: _Draft, run: Run) -> Leaves:
-    leaves = [draft.records[run.start + k].model_copy(update={"name": draft.given[k][0]}) for k in range(run.period)]
+    leaves = [
+        draft.records[run.start + k].model_copy(update={"name": draft.templates[k][0]}) for k in range(run.period)
+    ]
     return Leaves(repeat=run.times, tensors=tuple(leaves))
 
 
@@ -255,14 +257,14 @@ def _operator_block(draft: _Draft, run: Run) -> Block:
     operators = []
     for k in range(run.period):
         record: Record = draft.records[run.start + k]
-        given = [str(x) for x in draft.given[k]]
+        names = [str(x) for x in draft.templates[k]]
         outputs = len(record.outputs or ())
         updates = len(record.updates)
         operators.append(record.model_copy(update={
-            "name": given[0], "inputs": tuple(draft.inputs[k]),
-            "outputs": tuple(given[1 : 1 + outputs]) or None,
-            "updates": tuple(given[1 + outputs : 1 + outputs + updates]),
-            "module": given[-1] if record.module is not None else None,
+            "name": names[0], "inputs": tuple(draft.inputs[k]),
+            "outputs": tuple(names[1 : 1 + outputs]) or None,
+            "updates": tuple(names[1 + outputs : 1 + outputs + updates]),
+            "module": names[-1] if record.module is not None else None,
         }))  # fmt: skip
     return Block(repeat=run.times, first=draft.first, salts=draft.salts, operators=tuple(operators))
 

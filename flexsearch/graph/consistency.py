@@ -50,7 +50,7 @@ def place(number: int, op: Operator) -> str:
     return f"operators.{number} ({op.name!r})"
 
 
-def _check_order(graph: OperatorGraph, known: set[str]) -> set[str]:
+def _check_order(graph: OperatorGraph, tensor_names: set[str]) -> set[str]:
     """Every operator reads what there is and makes what there is not. Returns the names of all tensors made."""
     ready = {t.name for t in graph.tensors if t.kind != "activation"}
     names: set[str] = set()
@@ -60,7 +60,7 @@ def _check_order(graph: OperatorGraph, known: set[str]) -> set[str]:
             raise ValueError(f"{where}: two operators have the same name")
         names.add(op.name)
         for name in (*op.inputs, *op.outputs):
-            if name not in known:
+            if name not in tensor_names:
                 raise ValueError(f"{where} uses tensor {name!r}, which is not in the graph")
         for name in op.inputs:
             if name not in ready:

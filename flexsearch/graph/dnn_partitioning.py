@@ -128,11 +128,11 @@ def _left_out(file: File, forward: Sequence[Node]) -> list[str]:
 
 def _outputs(edges: Sequence[Edge]) -> dict[int, float]:
     """Bytes of each node's output: the most that an edge says."""
-    found: dict[int, float] = {}
+    output_bytes: dict[int, float] = {}
     for edge in edges:
         nbytes = edge.cost * BYTES_PER_MS if edge.size is None else edge.size
-        found[edge.sourceId] = max(found.get(edge.sourceId, 0.0), nbytes)
-    return found
+        output_bytes[edge.sourceId] = max(output_bytes.get(edge.sourceId, 0.0), nbytes)
+    return output_bytes
 
 
 def _backward(file: File, forward: Sequence[Node], source: str) -> Mapping[int, float]:
@@ -142,7 +142,7 @@ def _backward(file: File, forward: Sequence[Node], source: str) -> Mapping[int, 
     for node in forward:
         if node.colorClass is not None:
             members.setdefault(node.colorClass, []).append(node)
-    found = {node.id: 0.0 for node in forward}
+    backward_ms = {node.id: 0.0 for node in forward}
     for k, node in enumerate(file.nodes):
         if not node.isBackwardNode:
             continue
@@ -155,5 +155,5 @@ def _backward(file: File, forward: Sequence[Node], source: str) -> Mapping[int, 
         total = sum(owner.fpgaLatency for owner in owners)
         for owner in owners:
             share = owner.fpgaLatency / total if total else 1 / len(owners)
-            found[owner.id] += node.fpgaLatency * share
-    return found
+            backward_ms[owner.id] += node.fpgaLatency * share
+    return backward_ms

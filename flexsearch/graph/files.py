@@ -155,11 +155,11 @@ def usual_role(axis: str, access: Access, inputs: Sequence[Known]) -> Role:
     """The role of an axis that a file does not name: sample if it runs over the batch, reduction if it is summed away,
     parameter if it indexes a weight of a contraction, else attribute."""
     weight = False
-    for operand, known in zip(access.inputs, inputs, strict=True):
-        for dimension, sample in zip(operand.dimensions, known.sample, strict=True):
+    for operand, tensor in zip(access.inputs, inputs, strict=True):
+        for dimension, sample in zip(operand.dimensions, tensor.sample, strict=True):
             if sample and axis in (dimension.axes[:1] if dimension.merged else dimension.axes):
                 return "sample"
-            weight = weight or (known.weight and axis in dimension.axes)
+            weight = weight or (tensor.weight and axis in dimension.axes)
     if axis in access.summed:
         return "reduction"
     return "parameter" if weight and access.summed else "attribute"
@@ -178,7 +178,7 @@ class _Reader:
 
     def __init__(self, file: GraphFile, where: str) -> None:
         self.file, self.where = file, where
-        self.known: dict[str, Known] = {}
+        self.metadata: dict[str, Known] = {}
         self.tensors: list[Tensor] = []
         self.operators: list[Operator] = []
         self.updates: dict[str, str] = {}
@@ -250,13 +250,13 @@ class _Reader:
         trained = kind == "parameter" and (floating if leaf.requires_grad is None else leaf.requires_grad)
         self._tensor(place, name, kind, leaf_known(kind, leaf.shape, leaf.dtype, leaf.sample is not False), trained)
 
-    def _tensor(self, place: Sequence[str | int], name: str, kind: Any, known: Known, trained: bool = False) -> None:
-        if name in self.known:
+    def _tensor(self, place: Sequence[str | int], name: str, kind: Any, metadata: Known, trained: bool = False) -> None:
+        if name in self.metadata:
             raise self.error((*place, "name"), f"there are two tensors {name!r}")
-        self.known[name] = known
+        self.metadata[name] = metadata
         try:
             self.tensors.append(
-                Tensor(name=name, shape=known.shape, dtype=known.dtype, kind=kind, requires_grad=trained)
+                Tensor(name=name, shape=metadata.shape, dtype=metadata.dtype, kind=kind, requires_grad=trained)
             )
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
@@ -273,15 +273,15 @@ class _Reader:
         name = named(record.name)
         inputs = tuple(first[x] if x in first else named(x) for x in record.inputs)
         for operand in inputs:
-            if operand not in self.known:
+            if operand not in self.metadata:
                 raise self.error(
                     (*place, "inputs"),
                     f"{name!r} reads {operand!r}, which is not in the graph or made later; order the operators",
                 )
-        known = tuple(self.known[x] for x in inputs)
-        key = (id(record), known)
+        operands = tuple(self.metadata[x] for x in inputs)
+        key = (id(record), operands)
         if key not in self.derived:
-            self.derived[key] = self._derive(place, record, name, known)
+            self.derived[key] = self._derive(place, record, name, operands)
         axes, results = self.derived[key]
         outputs = tuple(map(named, record.outputs)) if record.outputs else output_names(name, len(results))
         if len(outputs) != len(results) or len(record.updates) > len(outputs):

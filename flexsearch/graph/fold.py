@@ -81,9 +81,9 @@ class Expanded(Value):
 
     __slots__ = ("folded",)
 
-    def __init__(self, folded: Folded, made: Value) -> None:
+    def __init__(self, folded: Folded, whole: Value) -> None:
         self.folded = folded
-        super().__init__(made.shape, made.dtype, made.kind, made.name, made.sample, weight=made.weight)
+        super().__init__(whole.shape, whole.dtype, whole.kind, whole.name, whole.sample, weight=whole.weight)
 
     @property
     def data(self) -> Tensor | None:
@@ -116,7 +116,7 @@ class Constants(Mapping[str, Tensor]):
 
 def sources(constant: Folded) -> frozenset[str]:
     """Names of the buffers that a constant was computed from."""
-    found: set[str] = set()
+    names: set[str] = set()
     seen: set[Folded] = set()
     pending = [constant]
     while pending:
@@ -125,10 +125,10 @@ def sources(constant: Folded) -> frozenset[str]:
             continue
         seen.add(x)
         if x.buffer is not None:
-            found.add(x.buffer.name)
+            names.add(x.buffer.name)
         elif x.source is not None:
             pending += x.source[0].operands()
-    return frozenset(found)
+    return frozenset(names)
 
 
 def derive(constant: Folded, buffers: Mapping[str, Tensor]) -> Tensor:

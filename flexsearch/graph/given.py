@@ -62,22 +62,22 @@ def in_order(layers: Sequence[GivenLayer], where: str) -> tuple[GivenLayer, ...]
     for k, layer in enumerate(layers):
         for name in layer.inputs:
             readers[name].append(k)
-    ready, found = [k for k, count in enumerate(missing) if not count], []
+    ready, ordered = [k for k, count in enumerate(missing) if not count], []
     heapq.heapify(ready)
     while ready:
         layer = layers[heapq.heappop(ready)]
-        found.append(layer)
+        ordered.append(layer)
         for reader in readers[layer.name]:
             missing[reader] -= 1
             if not missing[reader]:
                 heapq.heappush(ready, reader)
-    if len(found) < len(layers):
-        stuck = sorted(set(place) - {layer.name for layer in found}, key=place.__getitem__)
+    if len(ordered) < len(layers):
+        stuck = sorted(set(place) - {layer.name for layer in ordered}, key=place.__getitem__)
         raise FileFormatError(
             f"{where}: the edges lead in a circle, through {', '.join(stuck[:4])}{', ...' * (len(stuck) > 4)}",
             "Remove the edge that leads back.",
         )
-    return tuple(found)
+    return tuple(ordered)
 
 
 def given_graph(name: str, profile: GivenProfile) -> OperatorGraph:
@@ -92,7 +92,7 @@ class _Writer:
     def __init__(self, profile: GivenProfile) -> None:
         self.profile, self.batch = profile, profile.batch
         self.leaves: dict[str, list[Tensor]] = {"input": [], "parameter": []}
-        self.made: list[Tensor] = []
+        self.activations: list[Tensor] = []
         self.operators: list[Operator] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.trained: set[str] = set()
@@ -108,7 +108,7 @@ class _Writer:
         sinks = [op.name for op in self.operators if op.name not in read]
         loss = "loss" + "_" * sum(layer.name.startswith("loss") for layer in self.profile.layers)
         self._operator(loss, sinks, None, {"forward_s": 0.0, "backward_s": 0.0})
-        tensors = (*self.leaves["input"], *self.leaves["parameter"], *self.made)
+        tensors = (*self.leaves["input"], *self.leaves["parameter"], *self.activations)
         return OperatorGraph(name=name, tensors=tensors, operators=tuple(self.operators), loss=loss)
 
     def _elements(self, nbytes: float) -> int:
@@ -155,7 +155,7 @@ class _Writer:
             shape = (self.batch, elements)
         if any("F" in operand for operand in operands):
             axes.append(Axis(name="F", size=2, role="reduction"))
-        self.made.append(Tensor(name=name, shape=shape, dtype="float32", kind="activation"))
+        self.activations.append(Tensor(name=name, shape=shape, dtype="float32", kind="activation"))
         self.shapes[name] = shape
         pattern = f"{', '.join(operands)} -> {'b G' if shape else ''}"
         attributes: dict[str, JsonValue] = {**times, "samples": self.batch}

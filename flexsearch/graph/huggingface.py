@@ -203,16 +203,16 @@ def _offline() -> Iterator[ModuleType]:
 
 def _configuration(transformers: ModuleType, spec: str, options: Mapping[str, Any]) -> Any:
     """The configuration: the model type's own, what the file says, and then the options."""
-    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    config_classes = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     name = spec.removeprefix(PREFIX)
     if not name:
         raise ImportModelError(f"{spec!r} does not name a model", _USAGE)
-    fields = {"model_type": name} if name in known or not _is_path(name) else _read(spec, Path(name))
+    fields = {"model_type": name} if name in config_classes or not _is_path(name) else _read(spec, Path(name))
     kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in known:
-        raise _unknown(spec, kind, fields, known)
+    if not isinstance(kind, str) or kind not in config_classes:
+        raise _unknown(spec, kind, fields, config_classes)
     try:
-        default = known[kind]()
+        default = config_classes[kind]()
     except Exception as error:  # of those that are made of parts
         raise ImportModelError(f"{spec}: {kind} has no default configuration: {_cause(error)}", _USAGE) from error
     for option in options:
@@ -224,7 +224,7 @@ def _configuration(transformers: ModuleType, spec: str, options: Mapping[str, An
     merged = _merged(fields, {aliases.get(key, key): value for key, value in options.items()})
     _check(spec, merged, default.to_dict(), aliases)
     try:
-        config = known[kind].from_dict(merged)
+        config = config_classes[kind].from_dict(merged)
         if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # as T5's own files say
         return config
@@ -257,11 +257,11 @@ def _read(spec: str, path: Path) -> dict[str, Any]:
     return fields
 
 
-def _unknown(spec: str, kind: Any, fields: Mapping[str, Any], known: Mapping[str, Any]) -> ImportModelError:
+def _unknown(spec: str, kind: Any, fields: Mapping[str, Any], model_types: Mapping[str, Any]) -> ImportModelError:
     problem = f"{spec}: transformers has no model type {kind!r}"
     if "auto_map" in fields:
         problem += ", and code that comes with a configuration is not run"
-    near = difflib.get_close_matches(str(kind), list(known), 3)
+    near = difflib.get_close_matches(str(kind), list(model_types), 3)
     return ImportModelError(problem, f"Did you mean {' or '.join(PREFIX + name for name in near)}?" if near else _USAGE)
 
 

@@ -74,9 +74,9 @@ def _instead(target: Any, part: str) -> str:
     if alike:
         return f"Did you mean {' or '.join(alike)}?"
     place = getattr(target, "__name__", None)
-    made = [name for name, value in callables.items() if getattr(value, "__module__", None) == place]
-    functions = [name for name in made if isinstance(callables[name], FunctionType)]
-    names = sorted(functions or made or callables)
+    defined = [name for name, value in callables.items() if getattr(value, "__module__", None) == place]
+    functions = [name for name in defined if isinstance(callables[name], FunctionType)]
+    names = sorted(functions or defined or callables)
     return f"It has: {', '.join(names[:20])}." if names else ""
 
 

@@ -200,11 +200,11 @@ class OperatorGraph(FileModel):
     @cached_property
     def consumers(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
         """Tensor name -> (operator index, operand position) of every reader, in order."""
-        found: dict[str, list[tuple[int, int]]] = {t.name: [] for t in self.tensors}
+        readers: dict[str, list[tuple[int, int]]] = {t.name: [] for t in self.tensors}
         for i, op in enumerate(self.operators):
             for position, name in enumerate(op.inputs):
-                found[name].append((i, position))
-        return {name: tuple(users) for name, users in found.items()}
+                readers[name].append((i, position))
+        return {name: tuple(users) for name, users in readers.items()}
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -239,11 +239,11 @@ class OperatorGraph(FileModel):
         return tuple(self._flows(i, op) for i, op in enumerate(self.operators))
 
     def _flows(self, i: int, op: Operator) -> tuple[Flow, ...]:
-        made = self._differentiated(op) if self.has_backward[i] else ()
-        alone = {"weights": set(made), "inputs": {op.inputs[-1]} if op.inputs else set()}
+        differentiated = self._differentiated(op) if self.has_backward[i] else ()
+        alone = {"weights": set(differentiated), "inputs": {op.inputs[-1]} if op.inputs else set()}
         return tuple(
             Flow.VALUE
-            if name not in made or name not in self.differentiable
+            if name not in differentiated or name not in self.differentiable
             else Flow.GRADIENT
             if op.half is not None and name in alone[op.half]
             else Flow.BOTH
@@ -294,8 +294,8 @@ class OperatorGraph(FileModel):
     def load(cls, path: str | Path) -> OperatorGraph:
         """Read a graph file, or a shipped graph by name (``alexnet``). Raises FileFormatError."""
         there = isinstance(path, str | os.PathLike) and os.path.exists(path)
-        found = Path(path) if there else shipped("graphs", str(path))
-        if found is None:
+        file = Path(path) if there else shipped("graphs", str(path))
+        if file is None:
             raise FileFormatError(
                 f"no graph file {printable(str(path))}, and no shipped graph of that name "
                 f"(shipped: {', '.join(shipped_names('graphs'))})",
@@ -304,7 +304,7 @@ class OperatorGraph(FileModel):
         from flexsearch.graph.files import read  # these need this module
         from flexsearch.graph.ops.check import check_kinds
 
-        graph = read(found)
+        graph = read(file)
         try:
             check_kinds(graph)
             if not graph.loss:

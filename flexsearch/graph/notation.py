@@ -230,10 +230,10 @@ def instantiate(
 
 
 def infer_sizes(
-    access: Access, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], known: Mapping[str, int]
+    access: Access, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], explicit: Mapping[str, int]
 ) -> dict[str, int]:
     """Size of every axis from the operands' shapes. Raises NotationError on a conflict or an axis left open."""
-    sizes = dict(known)
+    sizes = dict(explicit)
     pairs = [
         (dimension, size)
         for operand, shape in zip(access.inputs + access.outputs, (*inputs, *outputs), strict=True)
@@ -276,9 +276,9 @@ def _spread(texts: Sequence[str], ranks: Sequence[int], template: str) -> dict[s
         for text, rank in zip(texts, ranks, strict=True):
             tokens = _DIMENSION.findall(text)
             open_names = [t[:-2] for t in tokens if t.endswith("..") and t[:-2] not in spread]
-            known = sum(spread[t[:-2]] if t.endswith("..") and t[:-2] in spread else 1 for t in tokens)
+            settled_rank = sum(spread[t[:-2]] if t.endswith("..") and t[:-2] in spread else 1 for t in tokens)
             if len(open_names) == 1:
-                count = rank - (known - 1)
+                count = rank - (settled_rank - 1)
                 if count < 0:
                     raise NotationError(f'operand "{text.strip()}" of "{template}" needs more than {rank} dimensions')
                 spread[open_names[0]] = count

@@ -15,15 +15,15 @@ CHANNELS_LAST: Order = (0, 2, 3, 1)
 def orders(graph: OperatorGraph) -> dict[str, Order]:
     """By tensor: of what attention makes, which lies by position and head, and of what is permuted, and slices of that.
     Their gradients lie likewise. Images have their own (``ops.formats``), and so has what is permuted of them."""
-    found, pictures = dict[str, Order](), images(graph)
+    order_of, pictures = dict[str, Order](), images(graph)
     for op in graph.operators:
         name, attributes = op.outputs[0], op.attributes
         if op.kind == "attention" and len(graph.tensor[name].shape) == 4 and not attributes.get("dropout"):
-            found[name] = 0, 2, 1, 3
+            order_of[name] = 0, 2, 1, 3
         elif op.kind == "permute" and op.inputs[0] not in pictures:
             dims: Any = attributes["dims"]
-            found[name] = tuple(map(dims.index, found.get(op.inputs[0], range(len(dims)))))
-        elif op.kind == "slice" and op.inputs[0] in found:
+            order_of[name] = tuple(map(dims.index, order_of.get(op.inputs[0], range(len(dims)))))
+        elif op.kind == "slice" and op.inputs[0] in order_of:
             kept = [k for k, dimension in enumerate(op.access.inputs[0].dimensions) if dimension.axes]
-            found[name] = tuple(kept.index(d) for d in found[op.inputs[0]] if d in kept)
-    return {name: order for name, order in found.items() if order != tuple(range(len(order)))}
+            order_of[name] = tuple(kept.index(d) for d in order_of[op.inputs[0]] if d in kept)
+    return {name: order for name, order in order_of.items() if order != tuple(range(len(order)))}

@@ -107,24 +107,24 @@ class _Reader:
         name, text, values = parts[0], printable(" -- ".join(parts[1:2])), parts[2]
         if name in self.nodes:
             raise self.error(number, f"there are two nodes {name!r}", "Give each node one line.")
-        given = self._fields(number, values)
-        forward, backward, output, parameters = (self._amount(number, field, given[field]) for field in FIELDS)
+        fields = self._fields(number, values)
+        forward, backward, output, parameters = (self._amount(number, field, fields[field]) for field in FIELDS)
         self.nodes[name] = GivenLayer(
             name, (), forward / 1e3, backward / 1e3, output, parameters, text[:1000], f"{self.file}:{number}",
             text == "Input",
         )  # fmt: skip
 
     def _fields(self, number: int, values: str) -> dict[str, str]:
-        given: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for item in re.split(r",\s*(?=[A-Za-z_]+\s*=)", values):
             field, _, value = item.partition("=")
-            if (field := field.strip()) in given:
+            if (field := field.strip()) in fields:
                 raise self.error(number, f"{field} is given twice", "Give it once.")
-            given[field] = value.strip()
+            fields[field] = value.strip()
         for field in FIELDS:
-            if field not in given:
+            if field not in fields:
                 raise self.error(number, f"{field} is missing", f"A node has {', '.join(FIELDS)}.")
-        return given
+        return fields
 
     def _amount(self, number: int, field: str, text: str) -> float:
         """A number that is not negative, or the sum of a list of them."""
@@ -150,9 +150,9 @@ def _natural(name: str) -> tuple[object, ...]:
 
 def _rows(nodes: Mapping[str, GivenLayer]) -> int | None:
     """Rows that the outputs of all linear layers have; None if there are none, or they disagree."""
-    found = set()
+    row_counts = set()
     for node in nodes.values():
         if (match := _LINEAR.search(node.text)) is not None and int(match[1]):
-            found.add(node.output_bytes / (ITEM_BYTES * int(match[1])))
-    rows = found.pop() if len(found) == 1 else 0.0
+            row_counts.add(node.output_bytes / (ITEM_BYTES * int(match[1])))
+    rows = row_counts.pop() if len(row_counts) == 1 else 0.0
     return int(rows) if rows >= 1 and rows.is_integer() else None

@@ -60,10 +60,10 @@ def with_precision(graph: OperatorGraph, precision: Precision) -> OperatorGraph:
     source = graph._source or graph if isinstance(graph, PreciseGraph) else graph
     if precision == "as-is":
         return source
-    known: dict[str, OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
-    if precision not in known:
-        known[precision] = _converted(source, DTYPES[precision])
-    return known[precision]
+    cached: dict[str, OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
+    if precision not in cached:
+        cached[precision] = _converted(source, DTYPES[precision])
+    return cached[precision]
 
 
 def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
@@ -88,9 +88,9 @@ def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
         for op in source.operators
     )
     fields = {field: getattr(source, field) for field in OperatorGraph.model_fields}
-    made = PreciseGraph(**fields | {"tensors": tensors, "operators": operators})
-    made._source = source
-    return made
+    precise = PreciseGraph(**fields | {"tensors": tensors, "operators": operators})
+    precise._source = source
+    return precise
 
 
 def _with_numbers_in_range(op: Operator, most: float) -> Operator:
@@ -112,4 +112,4 @@ def _stays(graph: OperatorGraph, op: Operator, dtype: Mapping[str, str]) -> bool
     if op.kind in FLOAT32_KINDS:
         return True
     read = [dtype[n] for n in op.inputs if graph.tensor[n].kind == "activation" and graph.tensor[n].floating]
-    return bool(read) and all(found == "float32" for found in read)
+    return bool(read) and all(operand_dtype == "float32" for operand_dtype in read)

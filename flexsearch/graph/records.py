@@ -41,9 +41,9 @@ def restore_records(tree: Any) -> Any:
     def one(x: Any) -> Any:
         if not isinstance(x, _Fields):
             return x
-        made = copy.copy(x.instance)
+        copied = copy.copy(x.instance)
         for name, value in x.values.items():
-            object.__setattr__(made, name, restore_records(value))  # also of one that is frozen
-        return made
+            object.__setattr__(copied, name, restore_records(value))  # also of one that is frozen
+        return copied
 
     return pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields))

@@ -89,8 +89,8 @@ _MISSING = object()
 
 def _any_values(x: Tensor) -> Tensor:
     """Values that no model has, in the form of ``x``."""
-    made = torch.rand(tuple(x.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (made * 2).to("cpu" if x.is_meta else x.device, x.dtype)
+    values = torch.rand(tuple(x.shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (values * 2).to("cpu" if x.is_meta else x.device, x.dtype)
 
 
 def _with_any_values(value: Any) -> Any:

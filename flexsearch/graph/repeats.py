@@ -163,8 +163,8 @@ class Tracer:
         chosen = {"input": inputs, "output": outputs}
         return pytree.tree_unflatten([x if kind == "plain" else chosen[kind][x] for kind, x in base.results], base.spec)
 
-    def _trace(self, key: Hashable, first: Call | None, path: str, forward: Callable[..., Any], given: Any) -> Any:
-        leaves, spec, inputs = given
+    def _trace(self, key: Hashable, first: Call | None, path: str, forward: Callable[..., Any], flattened: Any) -> Any:
+        leaves, spec, inputs = flattened
         number, module = len(self.calls), self.paths[path]
         marked = {id(x): enter(x, number, k) for k, x in enumerate(inputs)}
         inside = [marked.get(id(x), x) for x in leaves]

@@ -70,5 +70,5 @@ def options_for(graph: OperatorGraph, shape: tuple[int, ...], digest: str) -> st
         same = resized(graph, batch, sequence).content_hash() == digest
     except (UsageError, NotationError):
         return ""
-    given = (("--batch", batch), ("--seq", sequence))
-    return " ".join(f"{option} {value}" for option, value in given if value is not None) if same else ""
+    options = (("--batch", batch), ("--seq", sequence))
+    return " ".join(f"{option} {value}" for option, value in options if value is not None) if same else ""

@@ -114,5 +114,5 @@ def _periods(values: np.ndarray) -> list[int]:
     places: dict[int, list[int]] = {}
     for place, value in enumerate(values.tolist()):
         places.setdefault(value, []).append(place)
-    gaps = Counter(b - a for found in places.values() for a, b in pairwise(found))
+    gaps = Counter(b - a for positions in places.values() for a, b in pairwise(positions))
     return [gap for gap, _ in gaps.most_common(_PERIODS)]

@@ -62,11 +62,11 @@ def is_sum_over_samples(graph: OperatorGraph) -> bool:
 def counting(graph: OperatorGraph) -> frozenset[int]:
     """Operators that count over the batch, and what they read: inputs, and what follows from those alone. A count that
     depends on a weight is left out."""
-    found: set[int] = set()
+    operators: set[int] = set()
     for i, op in enumerate(graph.operators):
         if op.kind in COUNTS:
-            found |= _without_weights(graph, i)
-    return frozenset(found)
+            operators |= _without_weights(graph, i)
+    return frozenset(operators)
 
 
 def _without_weights(graph: OperatorGraph, operator: int) -> set[int]:

@@ -47,9 +47,9 @@ def with_sequence(graph: OperatorGraph, length: int) -> OperatorGraph:
         )
     if length == old:
         return graph
-    found = _Followed(graph, old, length)
-    operators = [_resized(op, axes, old, length) for op, axes in zip(graph.operators, found.axes, strict=True)]
-    cut = {name for name, _ in found.leaves if graph.tensor[name].kind == "constant"}
+    followed = _Followed(graph, old, length)
+    operators = [_resized(op, axes, old, length) for op, axes in zip(graph.operators, followed.axes, strict=True)]
+    cut = {name for name, _ in followed.leaves if graph.tensor[name].kind == "constant"}
     return rebuilt(graph, operators, "sequence", cut)
 
 
@@ -70,12 +70,12 @@ class _Followed:
         self.leaves = {
             (t.name, 1) for t in graph.of_kind("input") if len(t.shape) > 1 and _is_sequence(t) and t.shape[1] == old
         }
-        self.made: set[tuple[int, str]] = set()
+        self.required: set[tuple[int, str]] = set()
         """(Operator, axis) that must run over the sequence because of what is done with the result."""
         while True:
-            known = len(self.leaves) + len(self.made)
+            before = len(self.leaves) + len(self.required)
             self._walk()
-            if len(self.leaves) + len(self.made) == known:
+            if len(self.leaves) + len(self.required) == before:
                 return
 
     def _walk(self) -> None:
@@ -98,7 +98,7 @@ class _Followed:
 
     def _read(self, number: int, op: Operator) -> dict[str, Parts]:
         """The axes of an operator that run over the sequence, as far as its operands tell."""
-        axes: dict[str, Parts] = {a: ((op.sizes[a], True),) for n, a in self.made if n == number}
+        axes: dict[str, Parts] = {a: ((op.sizes[a], True),) for n, a in self.required if n == number}
         for name, operand in zip(op.inputs, op.access.inputs, strict=True):
             for dimension, parts in zip(operand.dimensions, self.dimensions[name], strict=True):
                 if not _follows(parts):
@@ -148,7 +148,7 @@ class _Followed:
         candidates = [a for a in dimension.axes if maker.sizes[a] == tensor.shape[k] or maker.sizes[a] == self.old]
         if len(candidates) != 1:
             raise _mixed(maker, dimension)
-        self.made.add((producer, candidates[0]))
+        self.required.add((producer, candidates[0]))
 
 
 def _divided(op: Operator, dimension: Dimension, parts: Parts) -> list[Parts]:
@@ -182,14 +182,14 @@ def _resized(op: Operator, axes: Mapping[str, Parts], old: int, new: int) -> Ope
 
 
 def _scaled(op: Operator, axis: str, size: int, old: int, new: int) -> int:
-    made, rest = divmod(size * new, old)
+    scaled, rest = divmod(size * new, old)
     if rest:
         raise NotationError(
             f"operator {op.name!r} has {size} indices (axis {axis!r}) for {old} tokens, which is no whole number for "
             f"{new}",
             "Give a length with a larger common divisor.",
         )
-    return made
+    return scaled
 
 
 def _mixed(op: Operator, dimension: Dimension) -> NotationError:

@@ -78,15 +78,15 @@ class StandIns:
         """What stands in for a tensor of the model; itself if it can stay."""
         if self._mode is not None and tensor.device.type == "cpu":
             return tensor
-        if (known := self._by_original.get(id(tensor))) is None:
-            made = self._empty(tensor)
+        if (stand_in := self._by_original.get(id(tensor))) is None:
+            replacement = self._empty(tensor)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
+                replacement = nn.Parameter(replacement, tensor.requires_grad)
             elif self._mode is not None and not tensor.is_meta:
-                made = tensor.cpu()  # constants may follow from its values
-            known = self._by_original[id(tensor)] = made
-            self._originals[id(made)] = tensor
-        return known
+                replacement = tensor.cpu()  # constants may follow from its values
+            stand_in = self._by_original[id(tensor)] = replacement
+            self._originals[id(replacement)] = tensor
+        return stand_in
 
     def _empty(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape without values."""

@@ -149,11 +149,11 @@ class Walk:
         data = {**self.program.state_dict, **self.program.constants}
         changed = (*signature.buffers_to_mutate.values(), *self.blocks.mutated, *(f"model.{n}" for n in self.changed))
         mutated = {id(named.get(name)) for name in changed}
-        made: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         named_nodes: dict[int, list[torch.fx.Node]] = {}
         for node in nodes:
-            if (known := named.get(specs[node.name].target or "")) is not None:
-                named_nodes.setdefault(id(known), []).append(node)
+            if (named_tensor := named.get(specs[node.name].target or "")) is not None:
+                named_nodes.setdefault(id(named_tensor), []).append(node)
         self.targets = {node: specs[node.name].target or "" for node in nodes}
         of_target = {target: node for node, target in self.targets.items()}
         for target, original in self.blocks.targets.items():
@@ -169,13 +169,13 @@ class Walk:
             elif kind in ("PARAMETER", "BUFFER") and target in named:
                 tensor = named[target]
                 own = first[id(tensor)]
-                if own not in made:
+                if own not in values:
                     where: Kind = "parameter" if kind == "PARAMETER" else "buffer"
                     gates = gate_count(named_nodes[id(tensor)]) if kind == "PARAMETER" else 0
-                    made[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
-                self.buffers[target] = made[own]
+                    values[own] = _value(tensor, where, own, kind == "PARAMETER" and tensor.requires_grad, gates)
+                self.buffers[target] = values[own]
                 fixed = kind == "BUFFER" and id(tensor) not in mutated
-                self.env[node] = self.folder.leaf(tensor.detach(), made[own]) if fixed else made[own]
+                self.env[node] = self.folder.leaf(tensor.detach(), values[own]) if fixed else values[own]
             elif kind in ("BUFFER", "CONSTANT_TENSOR") and isinstance(data.get(target), torch.Tensor):
                 self.env[node] = self.folder.leaf(data[target].detach())
             else:
@@ -368,8 +368,8 @@ class Walk:
         self.changes[target] = (buffer if counted else self._operand(node), counted)
 
     def _operand(self, node: torch.fx.Node) -> Value:
-        found = self.env[node]
-        value: Value = self.operands.whole(found) if isinstance(found, Folded) else found
+        entry = self.env[node]
+        value: Value = self.operands.whole(entry) if isinstance(entry, Folded) else entry
         return value
 
     def _counts(self, node: torch.fx.Node, buffer: Value) -> bool:

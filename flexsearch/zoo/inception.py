@@ -30,13 +30,13 @@ class ConvNorm(nn.Module):
 def _chain(channels: int, *parts: tuple[int, Size] | tuple[int, Size, int]) -> nn.Sequential:
     """ConvNorms one after the other: (width, kernel), padded to keep the size, or (width, kernel, stride), not padded
     where the stride is not 1."""
-    made = []
+    layers = []
     for width, kernel, *strides in parts:
         stride = strides[0] if strides else 1
         sides = (kernel, kernel) if isinstance(kernel, int) else kernel
-        made.append(ConvNorm(channels, width, kernel, stride, (sides[0] // 2, sides[1] // 2) if stride == 1 else 0))
+        layers.append(ConvNorm(channels, width, kernel, stride, (sides[0] // 2, sides[1] // 2) if stride == 1 else 0))
         channels = width
-    return nn.Sequential(*made)
+    return nn.Sequential(*layers)
 
 
 def _average(x: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class Experts(nn.Module):
         placed = dispatch(x, places, self.experts, capacity)
         gate = torch.einsum("becd,edf->becf", placed, self.gate_proj)
         up = torch.einsum("becd,edf->becf", placed, self.up_proj)
-        made = torch.einsum("becf,efd->becd", F.silu(gate) * up, self.down_proj)
-        return combine(made, places, weights)
+        expert_outputs = torch.einsum("becf,efd->becd", F.silu(gate) * up, self.down_proj)
+        return combine(expert_outputs, places, weights)
 
 
 class MixtralLayer(nn.Module):

@@ -150,8 +150,8 @@ class AdaptiveMaxPoolIndices(OperatorKind):
         )
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        given: Any = op.attributes["output_size"]
-        rank, box = len(given), piece.inputs[0]
+        output_size: Any = op.attributes["output_size"]
+        rank, box = len(output_size), piece.inputs[0]
         assert box is not None
         call, size = getattr(F, f"adaptive_max_pool{rank}d"), list(extent(piece.outputs[0])[-rank:])
         corner, image = [low for low, _ in box[-rank:]], shapes[0][-rank:]

@@ -86,20 +86,20 @@ def scatter(
     return b.emit("scatter", [x, index, source], x.shape, pattern, attributes, dtype=x.dtype, short="scatter")
 
 
-def put(b: Builder, x: Value, given: dict[int, Value], values: Value, accumulate: bool = False) -> Value:
+def put(b: Builder, x: Value, index_of: dict[int, Value], values: Value, accumulate: bool = False) -> Value:
     """``x`` with ``values`` where the indices, by dimension, say: in the place of what was there, or added to it."""
-    shape, first = broadcast_shapes(*(index.shape for index in given.values())), leading(given)
+    shape, first = broadcast_shapes(*(index.shape for index in index_of.values())), leading(index_of)
     indices: list[Any] = [None] * x.rank
     operands: list[Value] = []
     ranges: set[int] = set()
-    for dim in sorted(given):
-        axis = _full_range(given[dim], shape, x.shape[dim])
-        if axis is not None and axis not in ranges and len(ranges) + 1 < len(given):
+    for dim in sorted(index_of):
+        axis = _full_range(index_of[dim], shape, x.shape[dim])
+        if axis is not None and axis not in ranges and len(ranges) + 1 < len(index_of):
             indices[dim] = {"axis": axis}
             ranges.add(axis)
         else:
             indices[dim] = {"operand": len(operands)}
-            operands.append(given[dim])
+            operands.append(index_of[dim])
     own = [index.shape for index in operands]
     pattern = put_pattern(indices, first, shape, own, values.shape, x.shape, accumulate, x.dtype == "bool")
     attributes = {"indices": indices, "rank": len(shape), "first": first, "negative": any(map(negative, operands))}
@@ -109,8 +109,8 @@ def put(b: Builder, x: Value, given: dict[int, Value], values: Value, accumulate
 
 def _full_range(index: Value, shape: Sequence[int], size: int) -> int | None:
     """The dimension of the indices along which ``index`` runs through all of a dimension of ``size``, if it does."""
-    found = index_range(index, tuple(shape), size)
-    return found[0] if found is not None and found[1] == range(size) else None
+    progression = index_range(index, tuple(shape), size)
+    return progression[0] if progression is not None and progression[1] == range(size) else None
 
 
 def masked_put(b: Builder, x: Value, dim: int, mask: Value, values: Value, accumulate: bool = False) -> Value:
@@ -239,9 +239,9 @@ def assign(b: Builder, x: Value, source: Value, dim: int, chosen: range) -> Valu
 
 @rewrite("diagonal_scatter")
 def _diagonal_scatter(b: Builder, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    given = diagonal_places(x, offset, dim1 % x.rank, dim2 % x.rank)
-    first, last = leading(given), src.rank - 1
-    return put(b, x, given, permute(b, src, [*range(first), last, *range(first, last)]))
+    index_of = diagonal_places(x, offset, dim1 % x.rank, dim2 % x.rank)
+    first, last = leading(index_of), src.rank - 1
+    return put(b, x, index_of, permute(b, src, [*range(first), last, *range(first, last)]))
 
 
 @rewrite("zero")

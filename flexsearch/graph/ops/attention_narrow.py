@@ -83,11 +83,11 @@ class _Narrow(torch.autograd.Function):
         rows: list[Tensor] = []
         for at in (parts := _parts(q)):
             own = {"attn_mask": _part_of(mask, at), "scale": scale}
-            made, sums = attend(q[at], k[at], _widened(v[at], q), 0.0, causal, **own)
+            part, sums = attend(q[at], k[at], _widened(v[at], q), 0.0, causal, **own)
             out = _room(q[..., :features]) if out is None else out
-            out[at] = made[..., :features]
+            out[at] = part[..., :features]
             rows.append(sums)
-            del made  # before the next part's is
+            del part  # before the next one is there
         ctx.save_for_backward(q, k, v, mask, out, *rows)
         ctx.causal, ctx.scale, ctx.parts = causal, scale, parts
         return out
@@ -99,12 +99,12 @@ class _Narrow(torch.autograd.Function):
         differentiate = getattr(torch.ops.aten, f"{_NAME}_backward")
         whole = None if len(rows) == 1 else tuple(map(_room, (q, k, v)))
         for at, sums in zip(ctx.parts, rows, strict=True):
-            made = differentiate(
+            gradients = differentiate(
                 _widened(grad[at], q), q[at], k[at], _widened(v[at], q), _widened(out[at], q), sums, 0.0, ctx.causal,
                 attn_mask=_part_of(mask, at), scale=ctx.scale,
             )  # fmt: skip
             if whole is None:
-                return made[0], made[1], _room(v).copy_(made[2][..., : v.shape[-1]]), None, None, None
-            _write(whole, at, made)
-            del made  # before the next part's are there
+                return gradients[0], gradients[1], _room(v).copy_(gradients[2][..., : v.shape[-1]]), None, None, None
+            _write(whole, at, gradients)
+            del gradients  # before the next part's are there
         return *(whole or ()), None, None, None

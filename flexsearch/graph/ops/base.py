@@ -284,21 +284,21 @@ def register(kind: K) -> K:
     Do so on every rank, before importing a model, loading its graph or running a plan.
     Raises ImportModelError if the name is one of flexsearch's own, or something in it is malformed.
     """
-    made = kind() if isinstance(kind, type) else kind
-    if not isinstance(made, OperatorKind):
-        raise ImportModelError(f"{made!r} is no OperatorKind; derive your kind of operator from that class")
-    what = f"operator kind {made.name!r}"
-    if not made.name.isidentifier():
+    instance = kind() if isinstance(kind, type) else kind
+    if not isinstance(instance, OperatorKind):
+        raise ImportModelError(f"{instance!r} is no OperatorKind; derive your kind of operator from that class")
+    what = f"operator kind {instance.name!r}"
+    if not instance.name.isidentifier():
         raise ImportModelError(f"{what}: the name of a kind must be a word; set name = ...")
-    if made.name in _SHIPPED:
+    if instance.name in _SHIPPED:
         raise ImportModelError(f"{what} belongs to flexsearch; register yours under another name")
-    if made.pattern is not None and made.pattern.count("->") != 1:
-        raise ImportModelError(f'pattern "{made.pattern}" of {what} must have exactly one "->"')
+    if instance.pattern is not None and instance.pattern.count("->") != 1:
+        raise ImportModelError(f'pattern "{instance.pattern}" of {what} must have exactly one "->"')
     allowed = ("sample", "attribute", "parameter", "reduction")
-    for axis, role in made.roles.items():
+    for axis, role in instance.roles.items():
         if role not in allowed:
             raise ImportModelError(f"role {role!r} of axis {axis!r} of {what} is none of {', '.join(allowed)}")
-    for target in made.targets:
+    for target in instance.targets:
         name = target if target.count(".") == 2 else f"{target}.default"
         try:
             trust(name)
@@ -306,9 +306,9 @@ def register(kind: K) -> K:
             raise ImportModelError(f"target {target!r} of {what} {error}") from error
         if target.startswith("aten.") and find_trace(name) is not None:
             raise ImportModelError(f"target {target!r} of {what} is an operator that flexsearch knows")
-    unregister(made.name)
-    KINDS[made.name] = made
-    TRACES.update(dict.fromkeys(made.targets, made.trace))
+    unregister(instance.name)
+    KINDS[instance.name] = instance
+    TRACES.update(dict.fromkeys(instance.targets, instance.trace))
     return kind
 
 

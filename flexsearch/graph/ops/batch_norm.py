@@ -319,11 +319,11 @@ def _at_once(op: Operator, kernels: Sequence[Kernel], momentum: float) -> Kernel
                 return None, out, mean, var
             both, out = functions.BatchNorm.apply(x, weight, bias, eps, momentum, *buffers)  # type: ignore
             return (None, out, *buffers) if running else (both[None] if grouped else both, out)
-        made = statistics(x)
-        out = normalise(x, made, *affine)
+        moments = statistics(x)
+        out = normalise(x, moments, *affine)
         if not running:
-            return made, out
-        for buffer, new in zip(buffers, running[0](made, *buffers), strict=True):
+            return moments, out
+        for buffer, new in zip(buffers, running[0](moments, *buffers), strict=True):
             buffer.copy_(new)
         return None, out, *buffers
 

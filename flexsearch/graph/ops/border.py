@@ -68,15 +68,15 @@ class BorderPad(OperatorKind):
         return 0.0
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        mode, sides, made = str(op.attributes["mode"]), list[int](), piece.outputs[0]
-        given: Any = op.attributes["pad"]
-        sides = [int(n) for n in given]
-        padding, box = by_dimension(sides, len(made)), piece.inputs[0]
+        mode, sides, written = str(op.attributes["mode"]), list[int](), piece.outputs[0]
+        pad: Any = op.attributes["pad"]
+        sides = [int(n) for n in pad]
+        padding, box = by_dimension(sides, len(written)), piece.inputs[0]
         assert box is not None
         padded = [i for i, pair in enumerate(padding) if any(pair)]
-        if all(made[i] == (0, sum(padding[i]) + shapes[0][i]) for i in padded):
+        if all(written[i] == (0, sum(padding[i]) + shapes[0][i]) for i in padded):
             return lambda x: F.pad(x, sides, mode)
-        tables = [(i, _sources(mode, shapes[0][i], padding[i][0], *made[i]) - box[i][0]) for i in padded]
+        tables = [(i, _sources(mode, shapes[0][i], padding[i][0], *written[i]) - box[i][0]) for i in padded]
 
         def run(x: Tensor) -> Tensor:
             for dim, index in tables:

@@ -79,10 +79,10 @@ class Builder:
             if name not in DTYPE_BYTES or any(s < 1 for s in shape):
                 remedy = "Give the model inputs of which no dimension is 0." if name in DTYPE_BYTES else ""
                 raise self.error(f"makes a tensor of shape {shape} and dtype {name}, which a graph cannot hold", remedy)
-        shapes, made = [v.shape for v in inputs], [shape for shape, _ in results]
-        text, known = instantiate(template, shapes, made, parameters, sizes)
+        shapes, result_shapes = [v.shape for v in inputs], [shape for shape, _ in results]
+        text, template_sizes = instantiate(template, shapes, result_shapes, parameters, sizes)
         access = parse(text)
-        axis_sizes = infer_sizes(access, shapes, made, known)
+        axis_sizes = infer_sizes(access, shapes, result_shapes, template_sizes)
         sample = _sample_axes(access, inputs)
         weight, grad = all(v.weight for v in inputs), kind != "detach" and any(v.grad for v in inputs)
         outputs = tuple(

@@ -94,9 +94,9 @@ class Convolution(Contraction):
         spatial, (x, weight, *_), y = self.spatial, shapes, shapes[-1]
         if not spatial < len(x) == len(y) <= spatial + 2 or len(weight) != spatial + 2:
             return f"{op.kind} with operands of shapes {list(shapes)}"
-        given = {"kernel_size": list(weight[2:]), "padding": each(attributes.padding, spatial, 0)}
-        given |= {name: each(getattr(attributes, name), spatial) for name in ("stride", "dilation")}
-        if problem := check_windows(op, spatial, given):
+        geometry = {"kernel_size": list(weight[2:]), "padding": each(attributes.padding, spatial, 0)}
+        geometry |= {name: each(getattr(attributes, name), spatial) for name in ("stride", "dilation")}
+        if problem := check_windows(op, spatial, geometry):
             return problem
         groups, inside, outside = attributes.groups, x[-spatial - 1], y[-spatial - 1]
         if weight[0] != outside or weight[0] % groups or weight[1] * groups != inside:
@@ -131,7 +131,7 @@ class Convolution(Contraction):
         size, biased = extent(weight), len(piece.inputs) > 2 and piece.inputs[2] is not None
         call = None if piece.inputs[0] is None else self._numbers(op, piece, shapes)
 
-        def made(x: Tensor | None, gradient: Tensor) -> list[Tensor]:
+        def gradients(x: Tensor | None, gradient: Tensor) -> list[Tensor]:
             sums = gradient.movedim(-rank - 1, 0).flatten(1).sum(1) if biased else None
             if x is None or call is None:
                 weights = gradient.new_zeros(size)
@@ -147,7 +147,7 @@ class Convolution(Contraction):
                 )[1]  # fmt: skip
             return [weights] if sums is None else [weights, sums]
 
-        return made
+        return gradients
 
     def samples(self) -> Iterable[Sample]:
         call, image, kernel = getattr(F, self.name), (5, 7, 4)[: self.spatial], (2, 3, 1)[: self.spatial]
@@ -211,15 +211,15 @@ class TransposedConvolution(Contraction):
         output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
     ) -> Value:  # fmt: skip
         spatial = self.spatial
-        given = [each(stride, spatial), each(padding, spatial, 0), each(dilation, spatial)]
-        parts = zip(input.shape[-spatial:], weight.shape[2:], *given, b.shape[-spatial:], strict=True)
+        geometry = [each(stride, spatial), each(padding, spatial, 0), each(dilation, spatial)]
+        parts = zip(input.shape[-spatial:], weight.shape[2:], *geometry, b.shape[-spatial:], strict=True)
         dims = [Overlap(*numbers) for numbers in parts]
         full = [dim.blocks * dim.stride for dim in dims]
         extra = [
             wanted + size - dim.size
             for wanted, size, dim in zip(each(output_padding, spatial, 0), full, dims, strict=True)
         ]
-        attributes = dict(zip(("stride", "padding", "dilation"), given, strict=True))
+        attributes = dict(zip(("stride", "padding", "dilation"), geometry, strict=True))
         template, sizes = _transposed(_batch(input, spatial), dims)
         y = b.emit(
             self.name,
@@ -239,13 +239,13 @@ class TransposedConvolution(Contraction):
         if not rank < len(x) == len(y) <= rank + 2 or len(weight) != rank + 2:
             return f"{op.kind} with operands of shapes {list(shapes)}"
         extra, groups = each(attributes.output_padding, rank, 0), attributes.groups
-        given = [each(getattr(attributes, name), rank, default) for name, default in _DEFAULTS]
-        if any(len(values) != rank for values in (extra, *given)):
+        geometry = [each(getattr(attributes, name), rank, default) for name, default in _DEFAULTS]
+        if any(len(values) != rank for values in (extra, *geometry)):
             return f"attributes of {op.kind} must have {rank} numbers, or one"
         inside, outside = x[-rank - 1], y[-rank - 1]
         if weight[0] != inside or inside % groups or weight[1] * groups != outside:
             return f"{inside} channels into {outside} in {groups} groups do not fit weights of shape {list(weight)}"
-        dims = [Overlap(*values) for values in zip(x[-rank:], weight[2:], *given, y[-rank:], strict=True)]
+        dims = [Overlap(*values) for values in zip(x[-rank:], weight[2:], *geometry, y[-rank:], strict=True)]
         for dim, more in zip(dims, extra, strict=True):
             size = sum((dim.stride * (dim.windows - 1), dim.dilation * (dim.kernel - 1) + 1, -2 * dim.padding, more))
             if dim.size != size or dim.size % dim.stride:
@@ -270,8 +270,8 @@ class TransposedConvolution(Contraction):
         rank, box = self.spatial, piece.inputs[0]
         if box is None:
             return _only_bias(extent(piece.outputs[0]), rank)
-        strides, _, dilations = given = [numbers(op, name, rank, default) for name, default in _DEFAULTS]
-        dims = [Overlap(*values) for values in zip(shapes[0][-rank:], shapes[1][2:], *given, strict=True)]
+        strides, _, dilations = geometry = [numbers(op, name, rank, default) for name, default in _DEFAULTS]
+        dims = [Overlap(*values) for values in zip(shapes[0][-rank:], shapes[1][2:], *geometry, strict=True)]
         regions = zip(dims, box[-rank:], piece.outputs[0][-rank:], strict=True)
         crops = [dim.crop(read, written) for dim, read, written in regions]
         inside, extra, sides = [0] * rank, [0] * rank, [(0, 0)] * rank

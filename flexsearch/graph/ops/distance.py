@@ -50,8 +50,8 @@ class Distances(OperatorKind):
         x, y, z = shapes
         if min(len(x), len(y), len(z)) < 2 or x[-1] != y[-1] or z[-2:] != (x[-2], y[-2]):
             return f"distances of shapes {list(shapes)} are none"
-        first, second, made = (o.dimensions for o in (*op.access.inputs, *op.access.outputs))
-        if not is_whole(first[-1]) or first[-1] != second[-1] or (first[-2], second[-2]) != made[-2:]:
+        first, second, output = (o.dimensions for o in (*op.access.inputs, *op.access.outputs))
+        if not is_whole(first[-1]) or first[-1] != second[-1] or (first[-2], second[-2]) != output[-2:]:
             return f'pattern "{op.pattern}" is not that of distances'
         return ""
 

@@ -51,8 +51,8 @@ class Given(OperatorKind):
         return 0.0 * extents["b"]
 
     def given_seconds(self, op: Operator, extents: Extents) -> tuple[Any, Any]:
-        share, given = extents["b"] / op.attributes["samples"], op.attributes
-        return given["forward_s"] * share, given["backward_s"] * share
+        share, attributes = extents["b"] / op.attributes["samples"], op.attributes
+        return attributes["forward_s"] * share, attributes["backward_s"] * share
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
         raise ImportModelError(

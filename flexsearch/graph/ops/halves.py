@@ -42,8 +42,8 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        made = ctx.rule(*ctx.saved_tensors, gradient)
-        wanted = [made[k] if k < len(made) and want else None for k, want in enumerate(ctx.wanted)]
+        gradients = ctx.rule(*ctx.saved_tensors, gradient)
+        wanted = [gradients[k] if k < len(gradients) and want else None for k, want in enumerate(ctx.wanted)]
         return None, None, None, *wanted
 
 

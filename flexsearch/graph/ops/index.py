@@ -192,20 +192,20 @@ def check_places(attributes: Lookup, table: Shape, operands: Sequence[Shape], re
     return ""
 
 
-def look_up(b: Builder, x: Value, given: Mapping[int, Value]) -> Value:
+def look_up(b: Builder, x: Value, index_of: Mapping[int, Value]) -> Value:
     """Elements of ``x`` by indices of its dimensions, which broadcast to each other.
 
     A dimension that is looked up is whole, but for one whose index is a range along one dimension of the indices (the
     batch in ``x[arange(batch), chosen]``, the outer product ``mask[batch[:, None], keys]``): it is a dimension of the
     result, and can be split.
     """
-    shape = broadcast_shapes(*(index.shape for index in given.values()))
-    first = leading(given)
-    size = between(x.shape, given, first, shape)
+    shape = broadcast_shapes(*(index.shape for index in index_of.values()))
+    first = leading(index_of)
+    size = between(x.shape, index_of, first, shape)
     operands: list[Value] = []
     indices: list[Any] = [None] * x.rank
-    for dim in sorted(given):
-        index = given[dim]
+    for dim in sorted(index_of):
+        index = index_of[dim]
         if (progression := index_range(index, shape, x.shape[dim])) is not None:
             axis, indexes = progression
             x = cut(b, x, dim, indexes.start, len(indexes), indexes.step)
@@ -221,15 +221,15 @@ def look_up(b: Builder, x: Value, given: Mapping[int, Value]) -> Value:
     return b.emit("index", [x, *operands], tuple(size), pattern, attributes, short="index")
 
 
-def leading(given: Mapping[int, Value]) -> int:
+def leading(index_of: Mapping[int, Value]) -> int:
     """The dimension of the result at which those of the indices begin: torch puts them in front if they are apart."""
-    dims = sorted(given)
+    dims = sorted(index_of)
     return dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
 
 
-def between(kept: Sequence[Any], given: Container[int], first: int, places: Sequence[Any]) -> list[Any]:
+def between(kept: Sequence[Any], looked_up: Container[int], first: int, places: Sequence[Any]) -> list[Any]:
     """What is said of each dimension of ``x[...]``: ``kept`` of those that are not looked up, and ``places``."""
-    rest = [d for d in range(len(kept)) if d not in given]
+    rest = [d for d in range(len(kept)) if d not in looked_up]
     return [*(kept[d] for d in rest if d < first), *places, *(kept[d] for d in rest if d >= first)]
 
 
@@ -268,21 +268,21 @@ def by_dimension(b: Builder, indices: Sequence[Value | None]) -> dict[int, Value
 
     Raises ImportModelError for a mask that is computed: how many elements it selects depends on values.
     """
-    given: dict[int, Value] = {}
+    index_of: dict[int, Value] = {}
     dim = 0
     for index in indices:
         if index is None:
             dim += 1
         elif index.dtype in ("bool", "uint8"):
             for column in _true_places(b, index):
-                given[dim] = column
+                index_of[dim] = column
                 dim += 1
         elif index.dtype in ("int64", "int32"):
-            given[dim] = index
+            index_of[dim] = index
             dim += 1
         else:
             raise b.error(f"has an index of dtype {index.dtype}", "Convert it to int64.")
-    return given
+    return index_of
 
 
 def _true_places(b: Builder, mask: Value) -> list[Value]:

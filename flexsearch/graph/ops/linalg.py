@@ -103,9 +103,9 @@ class LinearAlgebra(OperatorKind):
         form, (attributes, tensors) = _form(str(target)), encode_call(target, args, kwargs)
         assert form is not None
         numbers = [n for n, result in enumerate(results) if result is not None and prod(result[0])]
-        made = [results[n] for n in numbers]
-        pattern = _pattern(form, attributes, [v.shape for v in tensors], [shape for shape, _ in made])
-        values = iter(b.emit_all(self.name, tensors, made, pattern, {**attributes, "results": numbers}))
+        kept = [results[n] for n in numbers]
+        pattern = _pattern(form, attributes, [v.shape for v in tensors], [shape for shape, _ in kept])
+        values = iter(b.emit_all(self.name, tensors, kept, pattern, {**attributes, "results": numbers}))
         returned = [next(values) if n in numbers else r and empty(*r) for n, r in enumerate(results)]
         return tuple(returned) if len(returned) > 1 else returned[0]
 
@@ -220,8 +220,8 @@ def _pattern(form: Form, attributes: Mapping[str, Any], shapes: Sequence[Shape],
         return " ".join([*fit(names, batch, shape[: len(shape) - count]), *own])
 
     read = [written(shape, n, k == form.right) for k, (shape, n) in enumerate(inner)]
-    made = [written(shape, len(shape) - len(batch), form.right is not None) for shape in results]
-    return f"{', '.join(read)} -> {', '.join(made)}"
+    outputs = [written(shape, len(shape) - len(batch), form.right is not None) for shape in results]
+    return f"{', '.join(read)} -> {', '.join(outputs)}"
 
 
 _LINALG = LinearAlgebra()
@@ -236,8 +236,8 @@ def _solve(b: Builder, A: Value, B: Value, **_: Any) -> tuple[Value | None, ...]
     kwargs = {name: value for name, value in b.kwargs.items() if name != "check_errors"}
     columns = view(b, B, (*B.shape, 1)) if vectors else view(b, B, (1,) * (A.rank - B.rank) + B.shape)
     shape, dtype = b.results[0]
-    made = (*shape, 1) if vectors else shape
-    solution: Value = _LINALG.append(b, b.overload, [A, columns], kwargs, [(made, dtype), None, None, None])[0]
+    matrix_shape = (*shape, 1) if vectors else shape
+    solution: Value = _LINALG.append(b, b.overload, [A, columns], kwargs, [(matrix_shape, dtype), None, None, None])[0]
     factors = _LINALG.append(b, torch.ops.aten.linalg_lu_factor_ex.default, [A], {}, b.results[1:])
     return view(b, solution, shape) if vectors else solution, *factors
 

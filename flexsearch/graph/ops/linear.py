@@ -79,12 +79,12 @@ class Linear(Contraction):
     def weight_gradient(self, op: Operator, piece: Piece, shapes: Shapes) -> WeightGradient:
         biased = len(piece.inputs) > 2 and piece.inputs[2] is not None
 
-        def made(x: Tensor, gradient: Tensor) -> list[Tensor]:
+        def gradients(x: Tensor, gradient: Tensor) -> list[Tensor]:
             rows = gradient.reshape(-1, gradient.shape[-1])
             weight = rows.mT @ x.reshape(-1, x.shape[-1])
             return [weight, rows.sum(0)] if biased else [weight]
 
-        return made
+        return gradients
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(F.linear, (rand(4, 3, 6), rand(5, 6), rand(5)))
@@ -282,8 +282,8 @@ def _einsum(b: Builder, equation: str, tensors: Sequence[Value], **_: Any) -> Va
     for own, x in zip(named, tensors, strict=True):
         size.update({n: s for n, s in zip(own, x.shape, strict=True) if s > 1 or n not in size})
     read = [" ".join(fit(o, tuple(size[n] for n in o), x.shape)) for o, x in zip(named, tensors, strict=True)]
-    made = axes(right, spread if "..." in right else 0)
-    return contract(b, tensors, f"{', '.join(read)} -> {' '.join(made)}", "einsum")
+    output_axes = axes(right, spread if "..." in right else 0)
+    return contract(b, tensors, f"{', '.join(read)} -> {' '.join(output_axes)}", "einsum")
 
 
 @rewrite("baddbmm", "addmv", "addbmm")

@@ -49,16 +49,16 @@ def numbers(op: Operator, name: str, count: int, default: int) -> list[int]:
 
 
 def in_types(
-    kernel: Callable[..., Any], given: Sequence[torch.dtype], types: Sequence[torch.dtype]
+    kernel: Callable[..., Any], operand_types: Sequence[torch.dtype], types: Sequence[torch.dtype]
 ) -> Callable[..., Any]:
     """A kernel of mixed precision: it computes in the type of its first real result, and writes all in these
-    ``types``. ``given``: those of its operands. A kernel that has ``in_type`` reads operands of any
+    ``types``. ``operand_types``: those of its operands. A kernel that has ``in_type`` reads operands of any
     type: it gives one that computes in a type."""
     computed = next((dtype for dtype in types if dtype.is_floating_point), None)
     if (in_type := getattr(kernel, "in_type", None)) is not None:
-        kernel, given = in_type(computed), ()
-    casts = [k for k, dtype in enumerate(given) if computed is not None and dtype.is_floating_point]
-    casts = [k for k in casts if given[k] != computed]
+        kernel, operand_types = in_type(computed), ()
+    casts = [k for k, dtype in enumerate(operand_types) if computed is not None and dtype.is_floating_point]
+    casts = [k for k in casts if operand_types[k] != computed]
     written: bool | None = None
 
     def run(*operands: torch.Tensor | None) -> Any:
@@ -68,16 +68,16 @@ def in_types(
             for k in casts:
                 if (x := read[k]) is not None:
                     read[k] = x.to(computed)
-            made = kernel(*read)
+            returned = kernel(*read)
         else:
-            made = kernel(*operands)
+            returned = kernel(*operands)
         if written:
-            return made
-        results = made if isinstance(made, tuple) else (made,)
+            return returned
+        results = returned if isinstance(returned, tuple) else (returned,)
         if written is None:  # what a kernel makes of the same types is always of the same types
             written = all(x.dtype == dtype for x, dtype in zip(results, types, strict=True))
         cast = tuple(x.to(dtype) for x, dtype in zip(results, types, strict=True))
-        return cast if isinstance(made, tuple) else cast[0]
+        return cast if isinstance(returned, tuple) else cast[0]
 
     return run
 

@@ -41,16 +41,16 @@ class ClassLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scores, classes = ctx.saved_tensors
-        made = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        score_gradient = torch.empty_like(scores, memory_format=torch.contiguous_format)
         out = classes == ctx.ignored
         gradient, there = gradient.masked_fill(out, 0)[:, None], classes.masked_fill(out, 0)[:, None]
         less = -gradient
         for a, b in _parts(scores, ctx.dtype):
-            part = _probabilities(scores[a:b], made[a:b], ctx.dtype)
+            part = _probabilities(scores[a:b], score_gradient[a:b], ctx.dtype)
             part.mul_(gradient[a:b]).scatter_add_(1, there[a:b], less[a:b])
-            if part.dtype != made.dtype:
-                made[a:b] = part
-        return made, None, None, None
+            if part.dtype != score_gradient.dtype:
+                score_gradient[a:b] = part
+        return score_gradient, None, None, None
 
 
 def _parts(scores: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -66,5 +66,5 @@ def _probabilities(scores: Tensor, result: Tensor, dtype: torch.dtype) -> Tensor
     """Of rows of scores, in ``result`` if that has the type."""
     if result.dtype != dtype:
         return torch.softmax(scores, 1, dtype=dtype)
-    made: Tensor = torch.ops.aten._softmax.out(scores, 1, False, out=result)  # torch.softmax would copy
-    return made
+    probabilities: Tensor = torch.ops.aten._softmax.out(scores, 1, False, out=result)  # torch.softmax would copy
+    return probabilities

@@ -286,5 +286,5 @@ def _grouped_mm(
             f"of shapes {list(x.shape)} and {list(mat2.shape)} is not rows times one matrix for each group",
             "Write it so, or as a loop over the groups.",
         )
-    made = b.emit("grouped_mm", [x, mat2, offs], b.shape, dtype=x.dtype, short="grouped_mm")
-    return cast_to(b, made, out_dtype)
+    products = b.emit("grouped_mm", [x, mat2, offs], b.shape, dtype=x.dtype, short="grouped_mm")
+    return cast_to(b, products, out_dtype)

@@ -98,8 +98,8 @@ class RootNorm(_OverDimensions):
         return 5.0 * output_elements(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        given, size = op.attributes.get("eps"), _normalised(op, shapes)
-        eps = None if given is None else float(str(given))
+        attribute, size = op.attributes.get("eps"), _normalised(op, shapes)
+        eps = None if attribute is None else float(str(attribute))
         return lambda x, weight=None: F.rms_norm(x, size, weight, eps)
 
     def samples(self) -> Iterable[Sample]:

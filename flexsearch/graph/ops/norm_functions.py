@@ -137,10 +137,10 @@ class BatchNorm(torch.autograd.Function):
         mean, var = running or (None, None)
         ctx.by_cudnn = _suits_cudnn(x, weight, eps)
         if ctx.by_cudnn:
-            made = torch.ops.aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+            outputs = torch.ops.aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
         else:
-            made = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-        out, center, invstd, *reserve = made
+            outputs = torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+        out, center, invstd, *reserve = outputs
         ctx.save_for_backward(x, weight, center, invstd, *reserve)
         ctx.eps = eps
         if running:
@@ -156,15 +156,15 @@ class BatchNorm(torch.autograd.Function):
         x, weight, mean, invstd, *reserve = ctx.saved_tensors
         gradient, nothing = _settled(gradient, x), (None,) * (len(ctx.needs_input_grad) - 3)
         if ctx.by_cudnn:
-            made = torch.ops.aten.cudnn_batch_norm_backward(
+            gradients = torch.ops.aten.cudnn_batch_norm_backward(
                 x, gradient, weight, None, None, mean, invstd, ctx.eps, *reserve
             )
-            return (*made, *nothing)
+            return (*gradients, *nothing)
         wanted = [ctx.needs_input_grad[0], weight is not None, weight is not None]
-        made = torch.ops.aten.native_batch_norm_backward(
+        gradients = torch.ops.aten.native_batch_norm_backward(
             gradient, x, weight, None, None, mean, invstd, True, ctx.eps, wanted
         )
-        return (*made, *nothing)
+        return (*gradients, *nothing)
 
 
 def _suits_cudnn(x: Tensor, weight: Tensor | None, eps: float) -> bool:

@@ -71,8 +71,8 @@ class _Pool(OperatorKind):
         sizes = each(attributes.kernel_size, spatial)
         stride, padding = each(attributes.stride, spatial, 0), each(attributes.padding, spatial, 0)
         stride = stride if any(stride) else sizes
-        given = {"kernel_size": sizes, "stride": stride, "padding": padding}
-        if problem := check_windows(op, spatial, {**given, "dilation": each(attributes.dilation, spatial)}):
+        geometry = {"kernel_size": sizes, "stride": stride, "padding": padding}
+        if problem := check_windows(op, spatial, {**geometry, "dilation": each(attributes.dilation, spatial)}):
             return problem
         for size, step, pad, count, length in zip(sizes, stride, padding, y[-spatial:], x[-spatial:], strict=True):
             if 2 * pad > size or step * (count - 1) - pad >= length:

@@ -124,7 +124,7 @@ class Lstm(Recurrent):
     def samples(self) -> Iterable[Sample]:
         yield _sample("lstm", 4, layers=2, first=True)
         yield _sample("lstm", 4, layers=2, sides=2, out=2)
-        yield _sample("lstm", 4, bias=False, given=True)
+        yield _sample("lstm", 4, bias=False, with_states=True)
 
 
 class Gru(Recurrent):
@@ -140,7 +140,7 @@ class Gru(Recurrent):
 
     def samples(self) -> Iterable[Sample]:
         yield _sample("gru", 3, layers=2, dropout=0.4, sides=2)
-        yield _sample("gru", 3, first=True, given=True)
+        yield _sample("gru", 3, first=True, with_states=True)
 
 
 class RnnTanh(Recurrent):
@@ -175,7 +175,7 @@ for _kind in (Lstm(), Gru(), RnnTanh(), RnnRelu()):
 
 def _sample(
     name: str, gates: int, layers: int = 1, dropout: float = 0.0, sides: int = 1, first: bool = False,
-    bias: bool = True, out: int = 0, given: bool = False,
+    bias: bool = True, out: int = 0, with_states: bool = False,
 ) -> Sample:  # fmt: skip
     """A call of ``torch.lstm`` and its like: 3 features, 4 hidden ones, projected to ``out`` if that is not 0."""
     rows, width, weights = gates * 4, out or 4, []
@@ -186,11 +186,11 @@ def _sample(
     states = [rand(layers * sides, 3, n) for n in (width, 4)[: 1 + (gates == 4)]]
 
     def call(x: Tensor, *rest: Tensor) -> Any:
-        own = list(rest[: len(states)]) if given else [torch.zeros_like(h) for h in states]
-        hx, weights = own if gates == 4 else own[0], list(rest[len(states) if given else 0 :])
+        own = list(rest[: len(states)]) if with_states else [torch.zeros_like(h) for h in states]
+        hx, weights = own if gates == 4 else own[0], list(rest[len(states) if with_states else 0 :])
         return getattr(torch, name)(x, hx, weights, bias, layers, dropout, True, sides == 2, first)
 
-    return Sample(call, (x, *(states if given else []), *(0.3 * w for w in weights)))
+    return Sample(call, (x, *(states if with_states else []), *(0.3 * w for w in weights)))
 
 
 @rewrite("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")

@@ -205,11 +205,11 @@ class Interpolate(OperatorKind):
         return each * output_elements(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        box, made = piece.inputs[0], piece.outputs[0]
+        box, written = piece.inputs[0], piece.outputs[0]
         assert box is not None
         shape = [prod(op.sizes[a] for a in d.axes) for d in op.access.outputs[0].dimensions]
         # All may be written from less than all: the outermost elements of a source need not count.
-        whole = (extent(box)[2:], extent(made)[2:]) == (tuple(shapes[0][2:]), tuple(shape[2:]))
+        whole = (extent(box)[2:], extent(written)[2:]) == (tuple(shapes[0][2:]), tuple(shape[2:]))
         mode = str(op.attributes["mode"])
         scales: Any = op.attributes["scales"]
         corners, antialias = (bool(op.attributes.get(name)) for name in ("align_corners", "antialias"))
@@ -217,8 +217,8 @@ class Interpolate(OperatorKind):
         copies = _TAPS[mode] == 1 and all(d.plain for d in op.access.inputs[0].dimensions)
         if not whole and not copies and not antialias:
             tables = [dim.taps() for dim in dims]
-            return _weighted([(*table, *r) for table, *r in zip(tables, made[2:], box[2:], strict=True)])
-        size = extent(made)[2:]
+            return _weighted([(*table, *r) for table, *r in zip(tables, written[2:], box[2:], strict=True)])
+        size = extent(written)[2:]
         # A dimension that is cut has an integer factor here, which the sizes of its part tell as well.
         parts = zip(dims, size, strict=True)
         factors = [dim.scale if count == dim.count else None for dim, count in parts]

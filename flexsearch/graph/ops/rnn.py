@@ -101,8 +101,8 @@ class Cell(OperatorKind):
         grouped = [str(operand).startswith("G h") for operand in op.access.inputs[count:]]
 
         def run(*operands: Tensor) -> Any:
-            given = zip(operands[count:], grouped, strict=True)
-            w_ih, w_hh, *biases = (w.flatten(0, 1) if g else w for w, g in given)
+            weights = zip(operands[count:], grouped, strict=True)
+            w_ih, w_hh, *biases = (w.flatten(0, 1) if g else w for w, g in weights)
             if whole:
                 return self.cell(operands[:count], w_ih, w_hh, *biases)
             b_ih, b_hh = biases or (None, None)

@@ -64,8 +64,8 @@ class GridSample(OperatorKind):
         return 3.0 * 2.0 ** (len(op.access.outputs[0].dimensions) - 2) * output_elements(op, extents)
 
     def kernel(self, op: Operator, piece: Piece, shapes: Shapes, context: KernelContext) -> Kernel:
-        given: Any = [op.attributes[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
-        return lambda x, grid: torch.grid_sampler(x, grid, *given)
+        options: Any = [op.attributes[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
+        return lambda x, grid: torch.grid_sampler(x, grid, *options)
 
     def samples(self) -> Iterable[Sample]:
         grid = rand(2, 5, 3, 2).tanh()

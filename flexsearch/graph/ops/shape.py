@@ -119,11 +119,11 @@ class Expand(_Moving):
 
     def resized(self, op: Operator, sizes: Mapping[str, int]) -> dict[str, Any]:
         """The shape that was asked for, of which -1 stays."""
-        given: Any = op.attributes.get("shape")
-        if given is None:
+        shape: Any = op.attributes.get("shape")
+        if shape is None:
             return op.attributes
-        made = (prod(sizes[a] for a in d.axes) for d in op.access.outputs[0].dimensions)
-        return {**op.attributes, "shape": [-1 if n == -1 else m for n, m in zip(given, made, strict=True)]}
+        extents = (prod(sizes[a] for a in d.axes) for d in op.access.outputs[0].dimensions)
+        return {**op.attributes, "shape": [-1 if n == -1 else m for n, m in zip(shape, extents, strict=True)]}
 
     def samples(self) -> Iterable[Sample]:
         yield Sample(lambda x: x.expand(4, 3, -1) * 1, (rand(3, 1),))
@@ -188,8 +188,8 @@ for _kind in (View(), Permute(), Expand(), Slice(), Detach()):
 
 def view(b: Builder, x: Value, shape: Sequence[int]) -> Value:
     """``x`` reshaped (-1: whatever remains); ``x`` itself if it has that shape already."""
-    known = prod(s for s in shape if s != -1)
-    target = tuple(prod(x.shape) // known if s == -1 else s for s in shape)
+    fixed = prod(s for s in shape if s != -1)
+    target = tuple(prod(x.shape) // fixed if s == -1 else s for s in shape)
     if target == x.shape:
         return x
     pattern, sizes = view_pattern(x.shape, target)

@@ -60,22 +60,22 @@ class Im2col(OperatorKind):
     windows = True
     backward_reads: Literal["nothing", "gradients", "inputs"] = "gradients"
 
-    def trace(self, b: Builder, x: Value, **given: Any) -> Value:
-        given = {name: each(given[name], 2) for name in _NUMBERS}
-        template, sizes = _columns(x.shape, given)
-        return b.emit(self.name, [x], b.shape, template, {**given, "dtype": x.dtype}, sizes=sizes, short=self.name)
+    def trace(self, b: Builder, x: Value, **geometry: Any) -> Value:
+        geometry = {name: each(geometry[name], 2) for name in _NUMBERS}
+        template, sizes = _columns(x.shape, geometry)
+        return b.emit(self.name, [x], b.shape, template, {**geometry, "dtype": x.dtype}, sizes=sizes, short=self.name)
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
         """The pattern has the windows that the attributes say, and each has its column."""
         if len(shapes[0]) not in (3, 4) or any(getattr(attributes, name) is None for name in _NUMBERS):
             return "im2col needs an image, and two numbers each for kernel_size, dilation, padding and stride"
-        given = {name: each(getattr(attributes, name), 2) for name in _NUMBERS}
-        if any(len(values) != 2 for values in given.values()):
+        geometry = {name: each(getattr(attributes, name), 2) for name in _NUMBERS}
+        if any(len(values) != 2 for values in geometry.values()):
             return "im2col needs an image, and two numbers each for kernel_size, dilation, padding and stride"
-        template, sizes = _columns(shapes[0], given)
+        template, sizes = _columns(shapes[0], geometry)
         if min(sizes.values()) < 1:
             return "an image of im2col must hold a window"
-        expected = (*shapes[0][:-3], shapes[0][-3] * prod(given["kernel_size"]), sizes["h"] * sizes["w"])
+        expected = (*shapes[0][:-3], shapes[0][-3] * prod(geometry["kernel_size"]), sizes["h"] * sizes["w"])
         if shapes[1] != expected:
             return f"columns of shape {list(shapes[0])} have shape {list(expected)}"
         return check_pattern(op, template, shapes, sizes)
@@ -96,13 +96,13 @@ class Im2col(OperatorKind):
         yield Sample(lambda x: F.unfold(x, 2, dilation=2), (rand(3, 5, 6),))
 
 
-def _columns(shape: Sequence[int], given: dict[str, list[int]]) -> tuple[str, dict[str, int]]:
+def _columns(shape: Sequence[int], geometry: dict[str, list[int]]) -> tuple[str, dict[str, int]]:
     """Pattern of im2col of an operand of ``shape``, and the sizes of its axes."""
-    numbers = zip(shape[-2:], *(given[name] for name in _NUMBERS), strict=True)
+    numbers = zip(shape[-2:], *(geometry[name] for name in _NUMBERS), strict=True)
     rows, columns = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, d, p, s in numbers)
-    n, (kh, kw) = "n " if len(shape) == 4 else "", given["kernel_size"]
+    n, (kh, kw) = "n " if len(shape) == 4 else "", geometry["kernel_size"]
     sizes = {"h": rows, "w": columns, "KH": kh, "KW": kw, "c": shape[-3]}
-    return f"{n}c {windows(given['stride'], given['padding'], given['dilation'])} -> {n}(c KH KW) (h w)", sizes
+    return f"{n}c {windows(geometry['stride'], geometry['padding'], geometry['dilation'])} -> {n}(c KH KW) (h w)", sizes
 
 
 class Fold(OperatorKind):
@@ -118,10 +118,12 @@ class Fold(OperatorKind):
     backward_reads: Literal["nothing", "gradients", "inputs"] = "gradients"
 
     def check(self, op: Operator, attributes: Any, shapes: tuple[tuple[int, ...], ...]) -> str:
-        given = [each(getattr(attributes, name), 2, default) for name, default in _DEFAULTS]
-        if len(shapes[0]) != 6 or len(shapes[1]) != 4 or any(len(values) != 2 for values in given):
+        geometry = [each(getattr(attributes, name), 2, default) for name, default in _DEFAULTS]
+        if len(shapes[0]) != 6 or len(shapes[1]) != 4 or any(len(values) != 2 for values in geometry):
             return "fold takes six dimensions to four, and has two numbers for each attribute"
-        dims = [Overlap(*values) for values in zip(shapes[0][-2:], shapes[0][2:4], *given, shapes[1][-2:], strict=True)]
+        dims = [
+            Overlap(*values) for values in zip(shapes[0][-2:], shapes[0][2:4], *geometry, shapes[1][-2:], strict=True)
+        ]
         for dim in dims:
             least = dim.stride * (dim.windows - 1) + dim.dilation * (dim.kernel - 1) + 1 - 2 * dim.padding
             if dim.size % dim.stride or not least <= dim.size < least + 2 * dim.stride:
@@ -138,8 +140,8 @@ class Fold(OperatorKind):
         if box is None:
             return only_padding(op, piece, context, 0.0)
         kernel = shapes[0][2:4]
-        stride, _, dilation = given = [numbers(op, name, 2, default) for name, default in _DEFAULTS]
-        dims = [Overlap(*values) for values in zip(shapes[0][-2:], kernel, *given, strict=True)]
+        stride, _, dilation = geometry = [numbers(op, name, 2, default) for name, default in _DEFAULTS]
+        dims = [Overlap(*values) for values in zip(shapes[0][-2:], kernel, *geometry, strict=True)]
         lengths = zip(stride, dilation, kernel, extent(box)[-2:], strict=True)
         full = [s * (count - 1) + d * (k - 1) + 1 for s, d, k, count in lengths]
         regions = zip(dims, box[-2:], piece.outputs[0][-2:], strict=True)
@@ -171,10 +173,10 @@ for _kind in (Im2col(), Fold()):
 
 
 @rewrite("col2im")
-def _col2im(b: Builder, x: Value, output_size: Any, **given: Any) -> Value:
+def _col2im(b: Builder, x: Value, output_size: Any, **geometry: Any) -> Value:
     """Columns with their windows and places apart, which are then added up; an unfinished last block is cut off."""
     size = each(output_size, 2)
-    kernel, dilation, padding, stride = (each(given[name], 2) for name in _NUMBERS)
+    kernel, dilation, padding, stride = (each(geometry[name], 2) for name in _NUMBERS)
     places = [
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(size, padding, dilation, kernel, stride, strict=True)
