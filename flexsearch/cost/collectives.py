@@ -192,10 +192,10 @@ def _slot_of(
     for w in range(width):
         code = (code ^ key[w]) * MIX
         code ^= code >> HALF
-    slot, known = code % np.uint64(groups.hosts.shape[0]), True
+    slot, filled = code % np.uint64(groups.hosts.shape[0]), True
     for w in range(width):
-        known = known and groups.member[slot * width + np.uint64(w)] == key[w]
-    if not known:
+        filled = filled and groups.member[slot * width + np.uint64(w)] == key[w]
+    if not filled:
         room = np.uint64(groups.resource.shape[0]) - groups.size[0]
         if room < MOST_LISTS * np.uint64(tally.load.shape[0]):
             groups.size[0] = ZERO

@@ -54,7 +54,7 @@ class Costs:
         self._classes = tuple(classes)
         _check_kernels(classes)
         self._models = tuple(DeviceModel(device, profile) for device in classes)
-        self._known: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        self._known_seconds: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         self._known_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
         self._known_launches: dict[tuple[int, tuple[int, int, int]], tuple[float, float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
@@ -96,11 +96,11 @@ class Costs:
         """Seconds of the forward and of the backward tasks (rows) of pieces: piece k has as many indices on each axis
         of the operator's access as ``extents[extent_of[k]]`` says, and is on ``device[k]``."""
         kinds = self.kinds[device]
-        found = np.empty((2, len(device)))
+        seconds = np.empty((2, len(device)))
         for kind in np.unique(kinds).tolist():
             here = kinds == kind
-            found[:, here] = self.of_extents(operator, extents, kind)[:, extent_of[here]]
-        return found
+            seconds[:, here] = self.of_extents(operator, extents, kind)[:, extent_of[here]]
+        return seconds
 
     def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
         """Seconds of the forward and of the backward task (rows) of pieces of these extents on a kind of device."""
@@ -111,13 +111,13 @@ class Costs:
         that which makes the gradients of inputs, and of that which makes those of parameters. Together they take as
         long as the whole, or longer: what the first half reads is set aside, the second is a call of autograd of its
         own."""
-        found, known = [], self._known_halves
+        seconds, cached = [], self._known_halves
         for extent in extents:
             key = self.alike[operator], extent, kind
-            if key not in known:
-                known[key] = self._seconds_of_halves(operator, extent, kind)
-            found.append(known[key])
-        return np.array(found).reshape(-1, 2).T
+            if key not in cached:
+                cached[key] = self._seconds_of_halves(operator, extent, kind)
+            seconds.append(cached[key])
+        return np.array(seconds).reshape(-1, 2).T
 
     def launch_s(self, device: int) -> float:
         """Seconds that the host of a device takes to launch an operator; 0.0 where it has no queue for that."""
@@ -128,9 +128,9 @@ class Costs:
         the latter for gradients of parameters alone; in parts of what launching one takes (``LAUNCH_PARTS``). Of kinds
         of devices, the most."""
         key = self.alike[operator], self._costed[operator].launches
-        if (known := self._known_launches.get(key)) is None:
-            known = self._known_launches[key] = self._count_launches(operator)
-        return known
+        if (cached := self._known_launches.get(key)) is None:
+            cached = self._known_launches[key] = self._count_launches(operator)
+        return cached
 
     def _count_launches(self, operator: int) -> tuple[float, float, float]:
         costed = self._costed[operator]
@@ -150,19 +150,19 @@ class Costs:
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
         key = self.alike[operator], extents, kind
-        if (known := self._known.get(key)) is None:
+        if (cached := self._known_seconds.get(key)) is None:
             named = dict(zip(self._axes[operator], extents, strict=True))
-            given = kind_of(self.graph.operators[operator]).given_seconds(self.graph.operators[operator], named)
-            if given is not None:
-                forward, backward = in_ticks(*given)
+            graph_seconds = kind_of(self.graph.operators[operator]).given_seconds(self.graph.operators[operator], named)
+            if graph_seconds is not None:
+                forward, backward = in_ticks(*graph_seconds)
             else:
                 forward, backward = self._models[kind].seconds(self._costed[operator], named)
             if (half := self._halves[operator]) is not None:
                 share = self._costed[operator].weight_share(named)
                 own = (0.0, backward * share) if half == "weights" else (forward, backward * (1.0 - share))
                 forward, backward = in_ticks(*own)
-            known = self._known[key] = forward, backward if self.graph.has_backward[operator] else 0.0
-        return known
+            cached = self._known_seconds[key] = forward, backward if self.graph.has_backward[operator] else 0.0
+        return cached
 
     def _seconds_of_halves(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
@@ -183,9 +183,9 @@ class Costs:
             columns = [extents[axis].tolist() for axis in self._axes[operator]]
             rows = [self._seconds(operator, row, self._class_of[device]) for row in zip(*columns, strict=True)]
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
-        given = kind_of(op).given_seconds(op, extents)
-        if given is not None:
-            forward, backward = (task_seconds(np.asarray(seconds, np.float64)) for seconds in given)
+        graph_seconds = kind_of(op).given_seconds(op, extents)
+        if graph_seconds is not None:
+            forward, backward = (task_seconds(np.asarray(seconds, np.float64)) for seconds in graph_seconds)
         else:
             forward, backward = self._models[self._class_of[device]].seconds_many(self._costed[operator], extents)
         return forward, backward if self.graph.has_backward[operator] else np.zeros_like(backward)

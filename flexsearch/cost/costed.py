@@ -43,8 +43,8 @@ class Costed:
         """Type in which it computes: of the first floating operand, preferably not of an input or a buffer, which are
         cast before in half precision."""
         floating = [t for t in (*self.inputs, *self.outputs) if t.floating]
-        made = (t.dtype for t in floating if t.kind not in ("input", "buffer"))
-        return next(made, floating[0].dtype if floating else "float32")
+        dtypes = (t.dtype for t in floating if t.kind not in ("input", "buffer"))
+        return next(dtypes, floating[0].dtype if floating else "float32")
 
     @cached_property
     def family(self) -> str:
@@ -106,14 +106,14 @@ class Costed:
         reads = kind_of(self.op).backward_reads
         if not any(self.needs) or reads == "nothing" or (reads == "inputs" and self._free):
             return 0.0, 0.0
-        made = sum(nbytes for nbytes, need in zip(read, self.needs, strict=True) if need)
+        gradients = sum(nbytes for nbytes, need in zip(read, self.needs, strict=True) if need)
         if reads == "gradients":
             saved = 0
         elif self._table is not None:  # clears the table's gradient, adds to the rows
             saved = sum(nbytes for i, nbytes in enumerate(read) if i != self._table) + 2 * rows
         else:
             saved = sum(nbytes for nbytes, t in zip(read, self.inputs, strict=True) if t.floating)
-        return self._whole_times * backward_flops(self.op, extents, self.needs), written + saved + made
+        return self._whole_times * backward_flops(self.op, extents, self.needs), written + saved + gradients
 
     @cached_property
     def launches(self) -> tuple[int, int, int]:

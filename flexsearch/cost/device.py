@@ -80,12 +80,12 @@ class DeviceModel:
         the host was measured to take for it, for pieces that differ in size, or for the kind; else ``counts`` of
         kernels."""
         forward, backward, weights = counts
-        found = [host for key in (costed.signature(costed.op.sizes), costed.family, costed.op.kind)
-                 if (host := self._hosts.get(key)) is not None]  # fmt: skip
-        if not found or not self._queued:
+        measured = [host for key in (costed.signature(costed.op.sizes), costed.family, costed.op.kind)
+                    if (host := self._hosts.get(key)) is not None]  # fmt: skip
+        if not measured or not self._queued:
             kernels = self.device.launched.kernels.get(costed.op.kind, 1)
             return forward * kernels, backward * kernels, weights * kernels
-        ahead, back = (seconds / self.launch_s for seconds in found[0])
+        ahead, back = (seconds / self.launch_s for seconds in measured[0])
         return ahead, back if backward else 0.0, back * weights / backward if backward else 0.0
 
     def update_launches(self, optimizer: str, half: bool) -> float:

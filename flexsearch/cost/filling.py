@@ -57,7 +57,7 @@ class Filling:
 
     def errors(self, profile: Profile) -> dict[str, list[float]]:
         """By kind of operator, |filled / measured - 1| of each task, filled from the entries of other sizes."""
-        found: dict[str, list[float]] = {}
+        errors: dict[str, list[float]] = {}
         for key, entry in profile.entries.items():
             for backward in (False, True):
                 rows = self._ratios[backward].get(f"kind {entry.kind}", ())
@@ -65,8 +65,8 @@ class Filling:
                 if own is not None and len(rows) > 1:
                     work = entry.backward if backward else entry.forward
                     ratio = self.ratio(_family(key), entry.kind, work.flops, work.nbytes, backward, key)
-                    found.setdefault(entry.kind, []).append(abs(ratio / max(own.ratio, LEAST_S) - 1.0))
-        return found
+                    errors.setdefault(entry.kind, []).append(abs(ratio / max(own.ratio, LEAST_S) - 1.0))
+        return errors
 
     def _nearest(self, name: str, size: tuple[float, float], backward: bool, without: str) -> list[float]:
         rows = [row for row in self._ratios[backward].get(name, ()) if row.key != without]

@@ -101,15 +101,15 @@ class Sources:
             for switch, device in ((link.a, link.b), (link.b, link.a)):
                 if switch not in host_of and device in host_of:
                     hosts.setdefault(switch, set()).add(host_of[device])
-        found = {}
+        source_of = {}
         for link in self.network.links:
             one, two = (hosts.get(end, set()) for end in (link.a, link.b))
             source = inside if one == two and len(one) == 1 else between
             for a, b in ((link.a, link.b), (link.b, link.a)):
-                found[self.network.resource_between(a, b)] = source
+                source_of[self.network.resource_between(a, b)] = source
         ways = (r for r, resource in enumerate(self.network.resources) if resource.kind == "storage")
-        found.update(dict.fromkeys(ways, self._source("storage", "guessed")))
-        return found
+        source_of.update(dict.fromkeys(ways, self._source("storage", "guessed")))
+        return source_of
 
     def starting(self) -> Source:
         """Of what communications take to start, latencies of links included."""

@@ -33,5 +33,5 @@ def ticks_of(seconds: Any) -> Any:
 
 def task_seconds(seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """As ``whole``, of many, and at least one tick: so a device that has computed anything is not at time 0."""
-    found: npt.NDArray[np.float64] = np.clip(np.rint(seconds / TICK), 1.0, float(FOREVER)) * TICK
-    return found
+    rounded: npt.NDArray[np.float64] = np.clip(np.rint(seconds / TICK), 1.0, float(FOREVER)) * TICK
+    return rounded

@@ -145,12 +145,12 @@ def _one_by_one(held: Sequence[int], stages: int, microbatches: int) -> list[Act
     """So many microbatches ahead as stages lie behind, then one backward pass for each forward pass."""
     ahead = warm_up("1f1b", held[-1], stages, 1, microbatches)
     forward = [[Action(stage, "F", m) for stage in held] for m in range(microbatches)]
-    found = [action for row in forward[:ahead] for action in row]
+    order = [action for row in forward[:ahead] for action in row]
     for m in range(microbatches):
         if m + ahead < microbatches:
-            found += forward[m + ahead]
-        found += (Action(stage, "B", m) for stage in reversed(held))
-    return found
+            order += forward[m + ahead]
+        order += (Action(stage, "B", m) for stage in reversed(held))
+    return order
 
 
 def _in_rounds(held: Sequence[int], per_round: int) -> Callable[[int, Literal["F", "B", "I", "W"]], Action]:
@@ -168,12 +168,12 @@ def _interleaved(rank: int, held: Sequence[int], ranks: int, microbatches: int) 
     """As ``1f1b``, in rounds."""
     at, count = _in_rounds(held, length_of_a_round(ranks, microbatches)), len(held) * microbatches
     warm = warm_up("interleaved-1f1b", rank, ranks, len(held), microbatches)
-    found = [at(k, "F") for k in range(warm)]
+    order = [at(k, "F") for k in range(warm)]
     for k in range(count):
         if k + warm < count:
-            found.append(at(k + warm, "F"))
-        found.append(at(k, "B"))
-    return found
+            order.append(at(k + warm, "F"))
+        order.append(at(k, "B"))
+    return order
 
 
 # ---- backward passes in two halves
@@ -184,14 +184,14 @@ def _zero_bubble(rank: int, held: Sequence[int], ranks: int, microbatches: int) 
     fall behind by as many passes as there are ranks before it, so that they fill what would be idle at the end."""
     at, count = _in_rounds(held, length_of_a_round(ranks, microbatches)), len(held) * microbatches
     warm = warm_up("zero-bubble", rank, ranks, len(held), microbatches)
-    found = [at(k, "F") for k in range(warm)]
+    order = [at(k, "F") for k in range(warm)]
     for k in range(count):
         if k + warm < count:
-            found.append(at(k + warm, "F"))
-        found.append(at(k, "I"))
+            order.append(at(k + warm, "F"))
+        order.append(at(k, "I"))
         if k >= rank:
-            found.append(at(k - rank, "W"))
-    return found + [at(k, "W") for k in range(max(0, count - rank), count)]
+            order.append(at(k - rank, "W"))
+    return order + [at(k, "W") for k in range(max(0, count - rank), count)]
 
 
 class _Rank:

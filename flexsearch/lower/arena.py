@@ -145,8 +145,8 @@ class Arena:
 def _shifts(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """By how much rows ``first`` to ``last`` move down where nothing else is kept."""
     begin, count = first.astype(np.int64), last.astype(np.int64) - first
-    found: npt.NDArray[np.int64] = begin + count - np.cumsum(count)
-    return found
+    shift: npt.NDArray[np.int64] = begin + count - np.cumsum(count)
+    return shift
 
 
 def _moved(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -158,8 +158,8 @@ def _moved(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> tuple[npt.NDArray
 def _rows(first: npt.NDArray[Any], last: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """All rows from each ``first`` to its ``last``."""
     count = last.astype(np.int64) - first
-    found: npt.NDArray[np.int64] = np.arange(count.sum()) + np.repeat(_shifts(first, last), count)
-    return found
+    rows: npt.NDArray[np.int64] = np.arange(count.sum()) + np.repeat(_shifts(first, last), count)
+    return rows
 
 
 def new_filled() -> Filled:

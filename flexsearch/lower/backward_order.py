@@ -23,7 +23,7 @@ def buckets_of(
     parameters = [tensor for tensor in graph.of_kind("parameter") if tensor.name not in apart]
     first = {t.name: min((i for i, _ in graph.consumers[t.name]), default=-1) for t in parameters}
     stage = dict.fromkeys(first, 0) if stage_of is None else weight_stages(graph, stage_of)
-    found: dict[str, int] = {}
+    bucket_of: dict[str, int] = {}
     bucket = filled = 0
     first_bytes = limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
     last: int | None = None
@@ -31,18 +31,18 @@ def buckets_of(
         if filled and (filled + tensor.nbytes > limit or stage[tensor.name] != last):
             bucket, filled = bucket + 1, 0
             limit = bucket_bytes if stage[tensor.name] == last else first_bytes
-        found[tensor.name] = bucket
+        bucket_of[tensor.name] = bucket
         filled, last = filled + tensor.nbytes, stage[tensor.name]
-    return found
+    return bucket_of
 
 
 def weight_stages(graph: OperatorGraph, stage_of: Sequence[int]) -> dict[str, int]:
     """Parameter -> the stage that reads it; NOBODY if several do (0 if nothing does)."""
-    found = {}
+    stage_of_weight = {}
     for tensor in graph.of_kind("parameter"):
         stages = {stage_of[i] for i, _ in graph.consumers[tensor.name]} or {0}
-        found[tensor.name] = stages.pop() if len(stages) == 1 else NOBODY
-    return found
+        stage_of_weight[tensor.name] = stages.pop() if len(stages) == 1 else NOBODY
+    return stage_of_weight
 
 
 def backward_pass(graph: OperatorGraph, bucket_of: Mapping[str, int]) -> list[tuple[int, list[list[int]]]]:

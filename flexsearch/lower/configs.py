@@ -37,9 +37,9 @@ def config_of(tables: TemplateTables, split: Any, mesh: Any, sharding: Any) -> A
 @lean
 def _config_of(tables: TemplateTables, split: Any, mesh: Any, sharding: Any, kind: Any, a: Any, b: Any) -> Any:
     """As ``config_of``, by a key."""
-    known = find(tables.keys, kind, a, b)
-    if known != MISSING:
-        return known
+    cached = find(tables.keys, kind, a, b)
+    if cached != MISSING:
+        return cached
     pools, used, splits = tables.pools, tables.used, tables.splits
     count, operands = np.uint64(splits.pieces[split]), np.uint64(splits.last[split] - splits.reads[split])
     full = is_full(tables.keys) or used.configs[0] == np.uint64(pools.config_first.shape[0])

@@ -63,7 +63,7 @@ def standing(reshard: Reshard, blocks: BlockMap) -> Standing:
     workspace = reshard.planned()
     first, last, middle = (np.uint64(workspace.result[k]) for k in (FIRST, LAST, MIDDLE))
     folded = bool(_folded(blocks, workspace.exchanges, first, last))
-    found = []
+    by_phase = []
     for begin, end in ((first, last),) if len(phases) == 1 else ((first, middle), (middle, last)):
         own: list[tuple[int, int]] = []
         for x in range(int(begin), int(end)):
@@ -71,8 +71,8 @@ def standing(reshard: Reshard, blocks: BlockMap) -> Standing:
                 own.append((x - int(begin), int(blocks.replicas[0])))
             elif _stands(workspace, blocks, begin, np.uint64(x)):
                 own.append((x - int(begin), int(workspace.orbits.missing[x])))
-        found.append(tuple(own))
-    return tuple(found)
+        by_phase.append(tuple(own))
+    return tuple(by_phase)
 
 
 @lean

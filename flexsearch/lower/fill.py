@@ -61,7 +61,7 @@ def fill(tables: TemplateTables, wiring: Wiring, program: Program, state: State,
         if kind == np.uint64(WEIGHT):
             if not request_weight(tables, wiring, program, state, a, b):
                 return NO_ROOM
-            if tables.weight.known[0] == 0 and not (plan_all(tables) and finish_weight(tables)):
+            if tables.weight.planned[0] == 0 and not (plan_all(tables) and finish_weight(tables)):
                 return NO_ROOM
         elif kind == np.uint64(HELD) and not keep(tables, wiring, state, a):
             left = IN_PYTHON
@@ -91,10 +91,10 @@ def request_weight(
             count += ONE
     weight = tables.weight
     weight.node[0], weight.edges[0], weight.dtype[0] = node, count, dtype
-    weight.known[0] = 1
+    weight.planned[0] = 1
     if find(tables.keys, PLAN, node, ZERO) != MISSING:
         return True
-    weight.known[0], weight.trained[0], weight.sharding[0] = 0, 0, sharding
+    weight.planned[0], weight.trained[0], weight.sharding[0] = 0, 0, sharding
     stored = _store(tables, count, sharding % _OVER_ALL if sharding > ZERO else ONE)
     if stored == MISSING:
         return False

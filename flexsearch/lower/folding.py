@@ -55,18 +55,18 @@ class Fold:
         return tuple(first.setdefault((op.axes, axis), i) for i, (op, axis) in enumerate(shared))
 
     @cached_property
-    def _known(self) -> dict[tuple[int, OperatorConfig], OperatorConfig]:
+    def _unfolded_configs(self) -> dict[tuple[int, OperatorConfig], OperatorConfig]:
         """Configs that were unfolded."""
         return {}
 
     def folded(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...] | None:
         """One block's part of a whole plan; None if the blocks do not all do the same."""
-        found = []
+        parts = []
         for i, config in enumerate(configs):
             if (part := self._folded(i, config)) is None:
                 return None
-            found.append(part)
-        return tuple(found)
+            parts.append(part)
+        return tuple(parts)
 
     def _folded(self, operator: int, config: OperatorConfig) -> OperatorConfig | None:
         axis, replicas = self.samples[operator], self.replicas
@@ -88,9 +88,9 @@ class Fold:
 
     def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
         key = self._alike[operator], config
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._unfold(operator, config)
-        return known
+        if (cached := self._unfolded_configs.get(key)) is None:
+            cached = self._unfolded_configs[key] = self._unfold(operator, config)
+        return cached
 
     def _unfold(self, operator: int, config: OperatorConfig) -> OperatorConfig:
         op, axis = self.whole.operators[operator], self.samples[operator]

@@ -102,9 +102,9 @@ def _ahead(
     for k, stage in sorted({(k, stages[p]) for p, k in needed.items()}):
         places.setdefault(stage, []).append(k)
     number = {(stage, k): n for stage, row in places.items() for n, k in enumerate(row)}
-    found: dict[int, list[int]] = {}
+    packs_at: dict[int, list[int]] = {}
     for p, k in sorted(needed.items(), key=lambda row: (row[1], row[0])):
         stage = stages[p]
         before = number[stage, k] - prefetch
-        found.setdefault(places[stage][before] if before >= 0 else begins[stage], []).append(p)
-    return found
+        packs_at.setdefault(places[stage][before] if before >= 0 else begins[stage], []).append(p)
+    return packs_at

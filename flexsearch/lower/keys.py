@@ -73,11 +73,11 @@ def put(table: Table, kind: Any, a: Any, b: Any, value: Any) -> None:
 @wide
 def number(table: Table, kind: Any, a: Any, b: Any) -> Any:
     """Value of a key; of a new one, how many keys there were. The table must not be full."""
-    known = find(table, kind, a, b)
-    if known == MISSING:
-        known = np.uint32(table.size[0])
-        put(table, kind, a, b, known)
-    return known
+    value = find(table, kind, a, b)
+    if value == MISSING:
+        value = np.uint32(table.size[0])
+        put(table, kind, a, b, value)
+    return value
 
 
 @lean
@@ -118,8 +118,8 @@ class Keys:
 
     def find(self, kind: int, a: int, b: int) -> int | None:
         """Value of a key; None if there is none."""
-        known = int(_find(self._table, np.uint64(kind), np.uint64(a), np.uint64(b)))
-        return None if known == int(MISSING) else known
+        value = int(_find(self._table, np.uint64(kind), np.uint64(a), np.uint64(b)))
+        return None if value == int(MISSING) else value
 
     def put(self, kind: int, a: int, b: int, value: int) -> None:
         """Set the value of a key."""

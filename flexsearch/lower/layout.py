@@ -55,8 +55,8 @@ class Grid:
     @cached_property
     def volume(self) -> I64:
         """Elements of each entry."""
-        found: I64 = (self.box[:, :, 1] - self.box[:, :, 0]).prod(axis=1)
-        return found
+        elements: I64 = (self.box[:, :, 1] - self.box[:, :, 0]).prod(axis=1)
+        return elements
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -106,15 +106,15 @@ class Layouts:
         self._laid: dict[int, Laid] = {}
 
     def __getitem__(self, number: int) -> Laid:
-        if (known := self._laid.get(number)) is None:
+        if (cached := self._laid.get(number)) is None:
             grid, mesh = int(self.pool.layout_grid[number]), int(self.pool.layout_mesh[number])
-            known = self._laid[number] = Laid(self, number, self._grid(grid), self.devices(mesh))
-        return known
+            cached = self._laid[number] = Laid(self, number, self._grid(grid), self.devices(mesh))
+        return cached
 
     def devices(self, mesh: int) -> U32:
         """The devices of a mesh."""
-        found: U32 = self.pool.device[int(self.pool.mesh_first[mesh]) : int(self.pool.mesh_last[mesh])].copy()
-        return found
+        devices: U32 = self.pool.device[int(self.pool.mesh_first[mesh]) : int(self.pool.mesh_last[mesh])].copy()
+        return devices
 
     @property
     def filled(self) -> float:
@@ -141,9 +141,9 @@ class Layouts:
         """The grid of ``box`` (entries, dimensions, 2) and ``term``."""
         count, rank = np.uint64(len(term)), np.uint64(box.shape[1])
         number = self._number(lambda: _intern_grid(self.pool, box, term, count, rank))
-        if (known := self._grids.get(number)) is None:
-            known = self._grids[number] = Grid(number, box, term)
-        return known
+        if (cached := self._grids.get(number)) is None:
+            cached = self._grids[number] = Grid(number, box, term)
+        return cached
 
     def lay(self, grid: Grid, device: U32) -> Laid:
         """The layout with the entries of ``grid`` on these devices."""
@@ -164,13 +164,13 @@ class Layouts:
         return number
 
     def _grid(self, number: int) -> Grid:
-        if (known := self._grids.get(number)) is None:
+        if (cached := self._grids.get(number)) is None:
             pool = self.pool
             rows, rank = slice(int(pool.grid_first[number]), int(pool.grid_last[number])), int(pool.grid_rank[number])
             count, begin = rows.stop - rows.start, int(pool.grid_box[number])
             box = pool.box[begin : begin + count * rank].reshape(count, rank, 2).copy()
-            known = self._grids[number] = Grid(number, box, pool.term[rows].copy())
-        return known
+            cached = self._grids[number] = Grid(number, box, pool.term[rows].copy())
+        return cached
 
 
 def empty_side(entries: int, dimensions: int) -> Side:

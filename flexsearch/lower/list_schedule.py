@@ -94,9 +94,9 @@ def list_schedule(passes: Passes, microbatches: int) -> Found:
                 "Use more microbatches, more stages, or devices with more memory.",
             )
     best: Found | None = None
-    for found in _candidates(passes, microbatches):
-        if best is None or found.ticks < best.ticks:
-            best = found
+    for candidate in _candidates(passes, microbatches):
+        if best is None or candidate.ticks < best.ticks:
+            best = candidate
     assert best is not None  # every rule gives an order that fits
     return best
 
@@ -116,7 +116,7 @@ def _candidates(passes: Passes, microbatches: int) -> Iterator[Found]:
 
 def peaks(passes: Passes, orders: Sequence[Sequence[Action]]) -> list[int]:
     """Bytes that each rank keeps at most."""
-    found = []
+    rank_peaks = []
     for row in orders:
         most = now = 0
         for action in row:
@@ -125,8 +125,8 @@ def peaks(passes: Passes, orders: Sequence[Sequence[Action]]) -> list[int]:
             most = max(most, now)
             now -= passes.nbytes[action.stage] * (action.kind in "BW")
             now -= passes.gradients[action.stage] * (action.kind == "W")
-        found.append(most)
-    return found
+        rank_peaks.append(most)
+    return rank_peaks
 
 
 def ticks_of_order(passes: Passes, orders: Sequence[Sequence[Action]], whole: bool = False) -> int:
@@ -200,15 +200,15 @@ class Listing:
         self.reserve = [{stage: sum(self.passes.nbytes[s] for s in row if s > stage) for stage in row} for row in held]
         rank_of = {stage: rank for rank, row in enumerate(held) for stage in row}
         self.near = [{rank_of.get(s, rank_of[stage]) for s in (stage - 1, stage, stage + 1)} for stage in range(stages)]
-        found: list[list[Action]] = [[] for _ in held]
+        orders: list[list[Action]] = [[] for _ in held]
         choices = [self._choice(rank) for rank in range(len(held))]
         for _ in range(3 * stages * self.microbatches):
             begin, rank, action = min((choice[0], rank, choice[1]) for rank, choice in enumerate(choices) if choice)
             self._run(rank, action, begin)
-            found[rank].append(action)
+            orders[rank].append(action)
             for other in self.near[action.stage]:  # nobody else learns of it
                 choices[other] = self._choice(other)
-        return tuple(map(tuple, found))
+        return tuple(map(tuple, orders))
 
     def _run(self, rank: int, action: Action, begin: int) -> None:
         """Note that a pass begins."""

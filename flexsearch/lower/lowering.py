@@ -308,9 +308,9 @@ class _Assembly:
         if tensor.kind != "activation":
             return Edge(tensor.name, readers, layout, None, None)
         producer = self.graph.producer[tensor.name]
-        made = self.placed[producer].writes[self.graph.operators[producer].outputs.index(tensor.name)].number
-        forward = lowering.reshard(made, need, tensor.itemsize) if flow != Flow.GRADIENT else None
-        backward = lowering.reshard(need, made, tensor.itemsize) if flow != Flow.VALUE else None
+        written = self.placed[producer].writes[self.graph.operators[producer].outputs.index(tensor.name)].number
+        forward = lowering.reshard(written, need, tensor.itemsize) if flow != Flow.GRADIENT else None
+        backward = lowering.reshard(need, written, tensor.itemsize) if flow != Flow.VALUE else None
         return Edge(tensor.name, readers, layout, forward, backward)
 
     def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, Flow], list[tuple[int, int]]]) -> None:

@@ -87,14 +87,14 @@ def collect(
                 if volume > 0:
                     move(moves, s, np.uint64(source.device[s]), k, device, volume)
         else:
-            found = False
+            contained = False
             for s in range(source.size[0]):
-                if not found and np.uint64(source.device[s]) == device:
+                if not contained and np.uint64(source.device[s]) == device:
                     volume = common(source.box, s, destination.box, k)
                     if volume == destination.volume[k]:
-                        found = True
+                        contained = True
                         move(moves, s, device, k, device, volume)
-            if not found:
+            if not contained:
                 result[ERROR] = ONE
 
 
@@ -148,13 +148,13 @@ def share(destination: Side, moves: Moves, groups: Groups) -> Any:
     """Find the groups of destination entries with the same region, some of which comes from other devices. Says whether
     there are any."""
     group_by_box(destination, groups)
-    found = False
+    any_shared = False
     for m in range(moves.size[0]):
         leader = np.uint64(destination.same[np.uint64(moves.destination[m])])
         if moves.exchange[m] != NONE and groups.members[leader] > 1:
             groups.shared[leader] = 1
-            found = True
-    return found
+            any_shared = True
+    return any_shared
 
 
 @lean

@@ -54,8 +54,8 @@ def make_block_map(image: U32, replicas: int, devices: int, inside: int) -> Bloc
 
 def images_of(image: U32) -> U32:
     """By resource, how many it is the image of."""
-    found: U32 = np.bincount(image).astype(np.uint32)
-    return found
+    images: U32 = np.bincount(image).astype(np.uint32)
+    return images
 
 
 @lean

@@ -127,29 +127,29 @@ def order_of(rows: Scheduled) -> Order:
     devices = [_steps(rows, keys, device) for device in range(len(rows.schedule.group))]
     waiting = [one.waiting for one in devices]
     awaited = [one.awaited for one in devices]
-    known = np.unique(np.concatenate([one.key for one in devices]))
-    following, followed = _followers(rows, keys, known)
-    known = np.union1d(known, following)
-    count = len(known)
+    row_keys = np.unique(np.concatenate([one.key for one in devices]))
+    following, followed = _followers(rows, keys, row_keys)
+    row_keys = np.union1d(row_keys, following)
+    count = len(row_keys)
     device, step, launched, action, issued = (np.full(count, fill, np.int64) for fill in (-1, -1, 0, 0, -1))
-    microbatch, block, communicates, number = keys.parts(known)
+    microbatch, block, communicates, number = keys.parts(row_keys)
     sent = np.flatnonzero(communicates)
     step[sent] = rows.segments.communication_first[rows.segment[block[sent]]].astype(np.int64) + number[sent]
     for d, one in enumerate(devices):
-        at = np.searchsorted(known, one.key)
+        at = np.searchsorted(row_keys, one.key)
         np.maximum.at(launched, at, one.launched)
         computes = communicates[at] == 0
         device[at[computes]], step[at[computes]], action[at[computes]] = d, one.step[computes], one.action[computes]
         np.maximum.at(issued, at[~computes], one.action[~computes])
-    pairs = np.searchsorted(known, np.concatenate((*waiting, following))) * count
-    pairs = np.unique(pairs + np.searchsorted(known, np.concatenate((*awaited, followed))))
+    pairs = np.searchsorted(row_keys, np.concatenate((*waiting, following))) * count
+    pairs = np.unique(pairs + np.searchsorted(row_keys, np.concatenate((*awaited, followed))))
     late, early = np.divmod(pairs, max(count, 1))
     several = int(rows.schedule.microbatches[0]) > 1
     rank = np.arange(count)
     if several or (late <= early).any():
         sending = _Sending([{} for _ in range(count)], [[] for _ in range(count)])
         for d, one in enumerate(devices if several else ()):
-            used, sent, after = (np.searchsorted(known, keys) for keys in (one.used[0], one.issued, one.following))
+            used, sent, after = (np.searchsorted(row_keys, keys) for keys in (one.used[0], one.issued, one.following))
             np.maximum.at(action, used, one.used[1])
             for c in np.unique(used).tolist():
                 sending.receivers[c].append(d)
@@ -157,7 +157,7 @@ def order_of(rows: Scheduled) -> Order:
                 sending.holds[c][n] = None
         kind = rows.schedule.kind[block]
         action[np.isin(kind, _PASSES, invert=True) & (communicates == 1)] = -1
-        turn, place = 2 * action + (communicates == 0) if several else np.zeros(count, np.int64), known.copy()
+        turn, place = 2 * action + (communicates == 0) if several else np.zeros(count, np.int64), row_keys.copy()
         if several:  # gradients of weights stand where their block does, in the pass of the final microbatch if once
             synchronises = (kind == SYNCHRONISE) & (communicates == 1)
             turn[synchronises] = 2 * issued[synchronises] + 1
@@ -207,10 +207,10 @@ def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     )
 
 
-def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, Numbers]:
+def _followers(rows: Scheduled, keys: _Keys, row_keys: Numbers) -> tuple[Numbers, Numbers]:
     """Pairs of keys: communications that follow others, and these."""
     segments = rows.segments
-    microbatch, block, communicates, number = keys.parts(known)
+    microbatch, block, communicates, number = keys.parts(row_keys)
     sends = communicates == 1
     c = segments.communication_first[rows.segment[block[sends]]].astype(np.int64) + number[sends]
     first = segments.follower_first[c].astype(np.int64)
@@ -218,7 +218,7 @@ def _followers(rows: Scheduled, keys: _Keys, known: Numbers) -> tuple[Numbers, N
     at = ranges(first, lengths)
     blocks, numbers = (column[at].astype(np.int64) for column in (segments.follower_block, segments.follower_row))
     following = keys.of(np.repeat(microbatch[sends], lengths), blocks, np.ones(len(at), np.int64), numbers)
-    return following, np.repeat(known[sends], lengths)
+    return following, np.repeat(row_keys[sends], lengths)
 
 
 class _Sending(NamedTuple):
@@ -241,7 +241,7 @@ def _sorted(
     heap: list[tuple[tuple[int, int], int]] = []
     holders: list[dict[int, None]] = [{} for _ in turn]
     held: dict[int, int] = {}  # device -> what it computes next, if that is held back
-    found: list[int] = []
+    order: list[int] = []
     done, gave_way = set[int](), set[int]()
 
     def enter(row: int) -> None:
@@ -265,7 +265,7 @@ def _sorted(
             for entry in [(turn[row], row), *((turn[other], c) for other in earlier for c in holders[other])]:
                 heapq.heappush(heap, entry)
             continue
-        found.append(row)
+        order.append(row)
         done.add(row)
         for other in sending.holds[row]:
             del holders[other][row]
@@ -276,4 +276,4 @@ def _sorted(
             missing[reader] -= 1
             if not missing[reader]:
                 enter(reader)
-    return np.array(found, np.int64)
+    return np.array(order, np.int64)

@@ -141,12 +141,12 @@ class Pieces:
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
         """The pieces of an operator under a config, with their costs."""
         key = operator, config
-        if (known := self._placed.get(key)) is None:
-            known = self._placed[key] = Placed(
+        if (cached := self._placed.get(key)) is None:
+            cached = self._placed[key] = Placed(
                 self._splitter_of[operator], config,
                 lambda split, device: self.costs.pieces(operator, split.extents, split.extent_of, device),
             )  # fmt: skip
-        return known
+        return cached
 
     def split(self, operator: int, config: OperatorConfig) -> Split:
         """The pieces of an operator under a config, wherever they are."""
@@ -183,27 +183,27 @@ class Pieces:
     def reshard(self, source: int, destination: int, itemsize: int) -> Reshard:
         """Cached reshard between interned layouts."""
         key = source, destination, itemsize
-        if (known := self._reshards.get(key)) is None:
-            known = Reshard(self.planner, self.layouts[source], self.layouts[destination], itemsize)
-            self._reshards[key] = known
-        return known
+        if (cached := self._reshards.get(key)) is None:
+            cached = Reshard(self.planner, self.layouts[source], self.layouts[destination], itemsize)
+            self._reshards[key] = cached
+        return cached
 
     def weight(self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
         the reader that keeps least (rank of a ``Sharding``)."""
         key = needs, tuple(flows), sharding, tensor.itemsize
-        if (known := self._weights.get(key)) is None:
+        if (cached := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
-            known = self._weights[key] = plan_weight(
+            cached = self._weights[key] = plan_weight(
                 layouts, flows, sharding, tensor.itemsize, self.planner, self.layouts
             )
-        return known
+        return cached
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
         """Parameter -> number of its synchronisation bucket, of plans of one stage."""
-        if (known := self._buckets.get(bucket_bytes)) is None:
-            known = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
-        return known
+        if (cached := self._buckets.get(bucket_bytes)) is None:
+            cached = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
+        return cached
 
 
 def everywhere(topology: Topology) -> Layout:

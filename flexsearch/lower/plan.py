@@ -83,8 +83,8 @@ class PlanRows:
     @property
     def configs(self) -> tuple[OperatorConfig, ...]:
         """The plan at hand."""
-        found = tuple(self.templates.configs[int(c)] for c in self.state.config)
-        return tuple(config for config in found if config is not None)
+        configs = tuple(self.templates.configs[int(c)] for c in self.state.config)
+        return tuple(config for config in configs if config is not None)
 
     def set(self, configs: Mapping[int, OperatorConfig]) -> None:
         """Write the rows of a whole plan, which becomes the plan at hand. All operators need a config."""
@@ -125,17 +125,17 @@ class PlanRows:
 
     def _together(self) -> dict[int, tuple[tuple[Sent, ...], ...]]:
         """``Rows.together``."""
-        found: dict[int, tuple[tuple[Sent, ...], ...]] = {}
+        by_block: dict[int, tuple[tuple[Sent, ...], ...]] = {}
         for block, kind in enumerate(self.table.kind.tolist()):
             if kind == SYNCHRONISE:
-                found[block] = self._synchronised(int(self.table.argument[block]))
+                by_block[block] = self._synchronised(int(self.table.argument[block]))
             elif _is_gather(kind):
-                found[block] = self._gathered(block)
-        return found
+                by_block[block] = self._gathered(block)
+        return by_block
 
     def _synchronised(self, n: int) -> tuple[tuple[Sent, ...], ...]:
         """The communications of a SYNCHRONISE block."""
-        found: list[tuple[Sent, ...]] = []
+        communications: list[tuple[Sent, ...]] = []
         for phase, bucket in ((1, self.blocks.finishes[n]), (0, self.blocks.starts[n])):
             if bucket == NOBODY:
                 continue
@@ -143,8 +143,8 @@ class PlanRows:
             weights = [w for w in self.blocks.buckets[bucket] if _is_member(pools, state.plan[w], sums)]
             while _collect(self.table, np.uint64(bucket), pools, state.plan, self.arena.draft.groups):
                 self.make_room()
-            found += self._grouped([(w, int(pools.plan_sync[state.plan[w]])) for w in weights], phase)
-        return tuple(found)
+            communications += self._grouped([(w, int(pools.plan_sync[state.plan[w]])) for w in weights], phase)
+        return tuple(communications)
 
     def _gathered(self, block: int) -> tuple[tuple[Sent, ...], ...]:
         """The communications of a block that gathers weights."""

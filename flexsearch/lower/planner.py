@@ -311,7 +311,7 @@ def store(device: U32, box: I64, entries: Any, over: Any, groups: Groups, sets: 
                 while other != NONE and np.uint64(other) // over == np.uint64(holder) // over:
                     parts += ONE
                     other = sets.root[np.uint64(other)]
-                groups.given[group] = at
+                groups.terms[group] = at
                 group += ONE
             first = np.uint64(groups.member[np.uint64(holder)])
             at += cut_part(middle, at, holder, box, first, part, parts)
@@ -320,7 +320,7 @@ def store(device: U32, box: I64, entries: Any, over: Any, groups: Groups, sets: 
             holder = sets.root[np.uint64(holder)]
     for k in range(entries):
         own = np.uint64(sets.number[np.uint64(device[k])])
-        groups.first[k], groups.end[k] = groups.given[own], sets.end[own]
+        groups.first[k], groups.end[k] = groups.terms[own], sets.end[own]
     middle.size[0] = at
 
 

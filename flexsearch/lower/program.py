@@ -44,10 +44,10 @@ class Rows:
     """Lists of numbers, one for each item, laid end to end."""
 
     def __init__(self, rows: Iterable[Sequence[int]]) -> None:
-        found = [list(row) for row in rows]
-        ends = np.cumsum([0, *map(len, found)]).astype(np.uint32)
+        lists = [list(row) for row in rows]
+        ends = np.cumsum([0, *map(len, lists)]).astype(np.uint32)
         self.first, self.last = ends[:-1].copy(), ends[1:].copy()
-        self.all = np.array([x for row in found for x in row], dtype=np.uint32)
+        self.all = np.array([x for row in lists for x in row], dtype=np.uint32)
 
     def row(self, item: int) -> list[int]:
         """The list of an item."""
@@ -73,10 +73,10 @@ def _slots(graph: OperatorGraph) -> tuple[Rows, dict[tuple[int, int], int], int]
 
 def _results(lowering: Pieces, first: int) -> dict[str, list[int]]:
     """Slots of results by tensor: what a step returns, the loss (or outputs), then new values of buffers."""
-    found: dict[str, list[int]] = {}
+    slots: dict[str, list[int]] = {}
     for k, name in enumerate((*lowering.results, *lowering.graph.buffer_updates.values())):
-        found.setdefault(name, []).append(first + k)
-    return found
+        slots.setdefault(name, []).append(first + k)
+    return slots
 
 
 def make_program(
@@ -85,12 +85,12 @@ def make_program(
     """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
     results = _results(lowering, count)
-    made, read = _made(graph, slot, results), _read(graph, slot)
+    output_slots, read = _made(graph, slot, results), _read(graph, slot)
     flows = [int(flow) for row in graph.flows for flow in row]
     rates = [lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(len(topology.devices))]
     return Program(
         operand_first=operands.first, operand_last=operands.last,
-        result_first=made.first, result_last=made.last, result=made.all,
+        result_first=output_slots.first, result_last=output_slots.last, result=output_slots.all,
         flows=np.array(flows + [int(Flow.VALUE)] * sum(map(len, results.values())), np.uint8),
         late=np.array([op.half == "weights" for op in graph.operators], np.uint8),
         reader_first=read.first, reader_last=read.last, reader=read.all,
@@ -167,7 +167,7 @@ def make_wiring(graph: OperatorGraph, lowering: Pieces) -> Wiring:
     needs = [lowering.intern(need) for need in lowering.results.values()] + [0] * len(buffers)
     producer = [graph.producer[name] for name in activations]
     outputs = [graph.operators[p].outputs.index(name) for p, name in zip(producer, activations, strict=True)]
-    made = Rows([activations[name] for name in op.outputs] for op in graph.operators)
+    output_tensors = Rows([activations[name] for name in op.outputs] for op in graph.operators)
     read = Rows([slot[c] for c in graph.consumers[name]] for name in buffers)
     replaced = [activations.get(name, int(MISSING)) for name in graph.buffer_updates.values()]
 
@@ -179,7 +179,7 @@ def make_wiring(graph: OperatorGraph, lowering: Pieces) -> Wiring:
         tensor_first=consumers.first, tensor_last=consumers.last, tensor_slot=consumers.all,
         result_first=kept.first, result_last=kept.last, result_slot=kept.all,
         result_buffer=numbers(owner[int(s) - count] for s in kept.all),
-        made_first=made.first, made_last=made.last,
+        made_first=output_tensors.first, made_last=output_tensors.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
         result_need=numbers(needs[int(s) - count] for s in kept.all),
         weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),
@@ -222,12 +222,12 @@ def make_block_table(
         return numbers(place.get((kind, i), -1) for i in operators)
 
     def by_weight(kind: int) -> U32:
-        found = {w: place.get((kind, p), -1) for p, pack in enumerate(blocks.packs) for w in pack}
-        return numbers(found[w] for w in range(len(bucket)))
+        block_of = {w: place.get((kind, p), -1) for p, pack in enumerate(blocks.packs) for w in pack}
+        return numbers(block_of[w] for w in range(len(bucket)))
 
     def by_bucket(of: Sequence[int]) -> U32:
-        found = {number: sync[n] for n, number in enumerate(of)}
-        return numbers(found[number] for number in range(len(blocks.buckets)))
+        block_of = {number: sync[n] for n, number in enumerate(of)}
+        return numbers(block_of[number] for number in range(len(blocks.buckets)))
 
     costs, by_device = lowering.costs, lowering.topology.devices
     launch = np.array([round(costs.launch_s(d) / (LAUNCH_PARTS * TICK)) for d in range(devices)], np.int64)
@@ -261,9 +261,9 @@ def _sent(lowering: Pieces, blocks: Blocks, place: Mapping[tuple[int, int], int]
     graph = lowering.graph
     operands, slot, count = _slots(graph)
     results = _results(lowering, count)
-    read, made = _read(graph, slot), _made(graph, slot, results)
+    read, output_slots = _read(graph, slot), _made(graph, slot, results)
     returned = range(count, count + len(lowering.results))
-    sent_at_once = Rows([s for s in made.row(i) if s not in returned] for i in range(len(graph.operators)))
+    sent_at_once = Rows([s for s in output_slots.row(i) if s not in returned] for i in range(len(graph.operators)))
     packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)
     of_kind = {
         GATHER: packed, FORWARD: sent_at_once, BACKWARD: operands, RECOMPUTE: _inside(graph, slot, blocks.region),

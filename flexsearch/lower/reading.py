@@ -37,10 +37,10 @@ def readers(graph: OperatorGraph) -> dict[int, int]:
     if not inputs:
         return {}
     largest = max(inputs, key=lambda t: t.nbytes)
-    found: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for operator, position in graph.consumers[largest.name]:
-        found.setdefault(operator, position)
-    return found
+        positions.setdefault(operator, position)
+    return positions
 
 
 def sample_bytes(graph: OperatorGraph) -> float:

@@ -74,15 +74,15 @@ def recipe_groups(lowered: Lowered) -> tuple[RecipeGroup, ...]:
         for box, devices in _replicas(lowered, weight, parsed[number]):
             rows.setdefault((number, devices, itemsize), []).append((w, box))
     unused = tuple(d for d in range(len(topology.devices)) if d not in set(lowered.devices))
-    found = []
+    groups = []
     for (number, devices, itemsize), pieces in sorted(rows.items()):
         recipe = parsed[number]
         sizes = Sizes(tuple(tuple(high - low for low, high in box) for _, box in pieces), itemsize)
         weights, boxes = zip(*pieces, strict=True)
         names = tuple(lowered.weights[w].tensor for w in weights)
         group = group_of(recipe, topology, devices, unused, sizes)
-        found.append(replace(group, entry=number, weights=weights, names=names, boxes=boxes))
-    return tuple(found)
+        groups.append(replace(group, entry=number, weights=weights, names=names, boxes=boxes))
+    return tuple(groups)
 
 
 def group_of(

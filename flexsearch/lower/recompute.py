@@ -32,14 +32,14 @@ def regions_of(
     if recompute == "none":
         return [NO_REGION] * len(graph.operators)
     keys = _core_attention(graph) if recompute == "attention" else _repeated(graph) or _between_sums(graph)
-    found, number, of_stage = [NO_REGION] * len(graph.operators), 0, Counter[int]()
+    regions, number, of_stage = [NO_REGION] * len(graph.operators), 0, Counter[int]()
     most = blocks if isinstance(blocks, tuple) else (blocks,) * (max(stage_of) + 1)
     for (key, stage), run in groupby(range(len(keys)), key=lambda i: (keys[i], stage_of[i])):
         members = list(run)
         limit = most[stage]
         if key and any(graph.has_backward[i] for i in members) and (limit is None or of_stage[stage] < limit):
             for i in members:
-                found[i] = number
+                regions[i] = number
             number += 1
             of_stage[stage] += 1
     if not number and not (isinstance(blocks, tuple) and any(keys)):  # stages with numbers may have no regions
@@ -48,7 +48,7 @@ def regions_of(
             f"graph {graph.name!r} has no {what} that could be computed again",
             'Use recompute "none"' + (' or "full".' if recompute == "attention" else "."),
         )
-    return found
+    return regions
 
 
 def _repeated(graph: OperatorGraph) -> list[str]:
@@ -107,10 +107,10 @@ def _back_to_product(graph: OperatorGraph, i: int) -> int | None:
     """The contraction of two activations that a softmax is of, through elementwise operators; None: there is none."""
     while graph.operators[i].kind not in ("einsum", "linear"):
         inputs = (n for n in graph.operators[i].inputs if n in graph.differentiable)
-        made = [graph.producer[n] for n in inputs if n in graph.producer]
-        if not made:
+        producers = [graph.producer[n] for n in inputs if n in graph.producer]
+        if not producers:
             return None
-        i = made[0]
+        i = producers[0]
     return i if graph.operators[i].kind == "einsum" else None
 
 
@@ -130,8 +130,8 @@ def entered_regions(graph: OperatorGraph, regions: Sequence[int]) -> dict[int, l
     for i in reversed(range(len(graph.operators))):
         if graph.has_backward[i]:
             entry.setdefault(regions[i], i)
-    found: dict[int, list[int]] = {}
+    entered: dict[int, list[int]] = {}
     for o, region in enumerate(regions):
         if region != NO_REGION:
-            found.setdefault(entry[region], []).append(o)
-    return found
+            entered.setdefault(entry[region], []).append(o)
+    return entered

@@ -376,10 +376,10 @@ def make_schedule(blocks: Blocks, stages: Stages, devices: int) -> Schedule:
 
 def _joined(plan: list[tuple[range, int]]) -> list[tuple[range, int]]:
     """The same with actions of a microbatch as one whose blocks follow each other, and without empty ones."""
-    found: list[tuple[range, int]] = []
+    joined: list[tuple[range, int]] = []
     for of, microbatch in plan:
-        if found and found[-1][1] == microbatch and found[-1][0].stop == of.start:
-            found[-1] = (range(found[-1][0].start, of.stop), microbatch)
+        if joined and joined[-1][1] == microbatch and joined[-1][0].stop == of.start:
+            joined[-1] = (range(joined[-1][0].start, of.stop), microbatch)
         elif of:
-            found.append((of, microbatch))
-    return found
+            joined.append((of, microbatch))
+    return joined

@@ -63,17 +63,17 @@ class Region:
         """Elements at each of ``count`` positions."""
         if self.held is None:
             return self.grid.volume
-        found = np.zeros(count, np.int64)
+        elements = np.zeros(count, np.int64)
         own = self.held < count
-        found[self.held[own]] = self.grid.volume[own]
-        return found
+        elements[self.held[own]] = self.grid.volume[own]
+        return elements
 
     def boxes(self, count: int) -> list[Box | None]:
         """The region of each of ``count`` positions."""
         if self.held is None:
             return list(self.grid.boxes)
-        found = dict(zip(self.held.tolist(), self.grid.boxes, strict=True))
-        return [found.get(k) for k in range(count)]
+        box_of = dict(zip(self.held.tolist(), self.grid.boxes, strict=True))
+        return [box_of.get(k) for k in range(count)]
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class Splitter:
     def split(self, config: OperatorConfig) -> Split:
         """The pieces of a config, wherever they are."""
         key = config.degrees, config.replicas, config.shares
-        if (known := self._splits.get(key)) is None:
-            known = self._splits[key] = self._split(*key)
-        return known
+        if (cached := self._splits.get(key)) is None:
+            cached = self._splits[key] = self._split(*key)
+        return cached
 
     def placement(self, config: OperatorConfig) -> Placement:
         """The pieces of a config as objects, on their devices."""
@@ -150,8 +150,8 @@ class Splitter:
         terms = tuple(k // config.replicas for k in range(count))
         for k, term in enumerate(terms):
             if term not in pieces:
-                made = tuple(box for box in writes[k] if box is not None)
-                pieces[term] = Piece(config.intervals(self.op, k), tuple(reads[k]), made)
+                written = tuple(box for box in writes[k] if box is not None)
+                pieces[term] = Piece(config.intervals(self.op, k), tuple(reads[k]), written)
         return Placement(
             config.devices, tuple(pieces[term] for term in terms), terms,
             tuple(region.on(self.layouts, device).entries for region in split.inputs),
@@ -181,9 +181,9 @@ class Splitter:
             one = tuple(int(lengths[axis][0]) if axis in lengths else self.op.sizes[axis] for axis in axes)
             return (one,), np.zeros(count, dtype=np.intp)
         columns = (lengths[axis].tolist() if axis in lengths else [self.op.sizes[axis]] * count for axis in axes)
-        found: dict[tuple[int, ...], int] = {}
-        of = [found.setdefault(row, len(found)) for row in zip(*columns, strict=True)]
-        return tuple(found), np.array(of, dtype=np.intp)
+        distinct: dict[tuple[int, ...], int] = {}
+        of = [distinct.setdefault(row, len(distinct)) for row in zip(*columns, strict=True)]
+        return tuple(distinct), np.array(of, dtype=np.intp)
 
     def _chunks(self, axis: str, parts: int) -> list[Interval]:
         return chunks(self.op.sizes[axis], parts, self._shares.get(axis, ()))
@@ -199,9 +199,9 @@ class Splitter:
             forms = self._shared.forms
             form = self._forms[n, axes] = forms.setdefault(self._form(n, axes), len(forms))
         whole = form, key, self._outer(n, degrees)
-        if (known := self._shared.regions.get(whole)) is None:
-            known = self._shared.regions[whole] = self._make_region(n, degrees, at, term)
-        return known
+        if (cached := self._shared.regions.get(whole)) is None:
+            cached = self._shared.regions[whole] = self._make_region(n, degrees, at, term)
+        return cached
 
     def _form(self, n: int, axes: Axes) -> tuple[object, ...]:
         """How ``axes``, in their order, cut operand number ``n``, whatever their names and degrees."""
@@ -280,13 +280,13 @@ class Splitter:
         sizes, parts, axes = self.op.sizes, dict(own), dimension.axes
         split = tuple((parts.get(a), a in parts and self._shares.get(a)) for a in axes)
         key = self._dimension_form(dimension, size), split
-        if (known := self._shared.intervals.get(key)) is None:
+        if (cached := self._shared.intervals.get(key)) is None:
             whole = {axis: (0, sizes[axis]) for axis in axes}
-            found = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]
-            inside = np.array([interval is not None for interval in found])
-            intervals = np.array([interval or (0, 0) for interval in found], dtype=np.int64)
-            known = self._shared.intervals[key] = intervals, None if inside.all() else inside
-        return known
+            reached = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]
+            inside = np.array([interval is not None for interval in reached])
+            intervals = np.array([interval or (0, 0) for interval in reached], dtype=np.int64)
+            cached = self._shared.intervals[key] = intervals, None if inside.all() else inside
+        return cached
 
 
 def _flat(own: Degrees, at: dict[str, Index]) -> Index:

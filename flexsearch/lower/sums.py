@@ -22,20 +22,20 @@ def all_reduces(
     rows: Exchanges,
 ) -> Any:  # fmt: skip
     """All-reduces for the shared groups where they are possible, which are done then. Says whether there are any."""
-    found = False
+    any_reduced = False
     for leader in range(destination.size[0]):
         if groups.shared[leader] == 0:
             continue
         count = _contribute(source, destination, leader, groups, moves, rows.size[0])
         if count == ZERO:
             continue
-        found = True
+        any_reduced = True
         k = np.uint32(leader)
         while k != NONE:
             groups.done[np.uint64(k)] = 1
             k = groups.following[np.uint64(k)]
         _all_reduce(routes, rates, destination, leader, count, itemsize, groups, rows)
-    return found
+    return any_reduced
 
 
 @lean
@@ -63,7 +63,7 @@ def _contribute(source: Side, destination: Side, leader: Any, groups: Groups, mo
     """What a group's devices add to an all-reduce, if partial sums of its region lie on at least two of them and
     nowhere else. A term that has copies is contributed by one of them. Returns the number of devices, or 0."""
     for d in range(np.uint64(groups.member.shape[0])):
-        groups.member[d], groups.given[d] = NONE, 0
+        groups.member[d], groups.terms[d] = NONE, 0
     k, count = np.uint32(leader), ZERO
     while k != NONE:
         owner = np.uint64(destination.device[np.uint64(k)])
@@ -81,8 +81,8 @@ def _contribute(source: Side, destination: Side, leader: Any, groups: Groups, mo
         best, least = NONE, np.uint32(0)
         for c in range(begin, end):
             owner = np.uint64(source.device[np.uint64(source.copy[c])])
-            if groups.member[owner] != NONE and (best == NONE or groups.given[owner] < least):
-                best, least = source.copy[c], groups.given[owner]
+            if groups.member[owner] != NONE and (best == NONE or groups.terms[owner] < least):
+                best, least = source.copy[c], groups.terms[owner]
         at = moves.size[0]
         if at >= np.uint64(moves.source.shape[0]):
             moves.size[1] = ONE
@@ -91,9 +91,9 @@ def _contribute(source: Side, destination: Side, leader: Any, groups: Groups, mo
             moves.size[0] = first
             return ZERO
         owner = np.uint64(source.device[np.uint64(best)])
-        if groups.given[owner] == 0:
+        if groups.terms[owner] == 0:
             givers += ONE
-        groups.given[owner] += np.uint32(1)
+        groups.terms[owner] += np.uint32(1)
         moves.source[at], moves.destination[at], moves.volume[at] = best, groups.member[owner], volume
         moves.exchange[at] = exchange
         moves.size[0] = at + ONE
@@ -168,7 +168,7 @@ def number_hosts(rates: Rates, destination: Side, boxes: Any, groups: Groups) ->
     for at in range(np.uint64(groups.members[np.uint64(groups.box[0])])):
         host = rates.host[np.uint64(destination.device[np.uint64(groups.order[at])])]
         if host != before:
-            groups.given[hosts], before = host, host  # hosts are no more than devices
+            groups.terms[hosts], before = host, host  # hosts are no more than devices
             hosts += ONE
     for b in range(boxes):
         leader = np.uint64(groups.box[b])
@@ -177,7 +177,7 @@ def number_hosts(rates: Rates, destination: Side, boxes: Any, groups: Groups) ->
             return ZERO
         for at in range(count):
             device, number = np.uint64(destination.device[np.uint64(groups.order[begin + at])]), at * hosts // count
-            if rates.host[device] != groups.given[number]:
+            if rates.host[device] != groups.terms[number]:
                 return ZERO
             groups.member[device] = number
     return hosts

@@ -106,7 +106,7 @@ class Requests(NamedTuple):
 @packed
 class WeightAtHand(NamedTuple):
     """The weight whose plan is being made, (1,) each: ``node`` of its key, number of ``edges``, number of its
-    ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether its plan is ``known`` already, how
+    ``dtype``, layout in which it is ``stored``, whether it is ``trained``, whether it is ``planned`` already, how
     it is sharded (rank of a ``Sharding``)."""
 
     node: U32
@@ -114,7 +114,7 @@ class WeightAtHand(NamedTuple):
     dtype: U32
     stored: U32
     trained: U8
-    known: U8
+    planned: U8
     sharding: U32
 
 

@@ -180,20 +180,20 @@ class Templates:
     def config(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config of an operator."""
         key = self.alike[operator], config
-        if (known := self._config_numbers.get(key)) is None:
+        if (cached := self._config_numbers.get(key)) is None:
             split, devices = np.uint64(self.split(operator, config)), np.array(config.devices, np.uint32)
             sharding = np.uint64(config.sharding.rank)
-            known = self._number(lambda: _intern_config(self.tables, split, devices, sharding))
-            self._config_numbers[key] = known
-        return known
+            cached = self._number(lambda: _intern_config(self.tables, split, devices, sharding))
+            self._config_numbers[key] = cached
+        return cached
 
     def split(self, operator: int, config: OperatorConfig) -> int:
         """Number of a config's split of an operator."""
         key = self.alike[operator], config.degrees, config.replicas, config.shares
-        if (known := self._numbers.get(key)) is None:
-            known = self._numbers[key] = self._add_split(*key)
+        if (cached := self._numbers.get(key)) is None:
+            cached = self._numbers[key] = self._add_split(*key)
             self._split_keys.append(key)
-        return known
+        return cached
 
     def operator(self, config: int) -> int:
         """Operator of a config; of several that are alike, the first."""
@@ -301,13 +301,13 @@ class Templates:
     def reshard(self, source: int, destination: int, itemsize: int) -> int:
         """Number of the reshard between two layouts."""
         kind = RESHARD + itemsize.bit_length() - 1
-        if (known := self.keys.find(kind, source, destination)) is None:
+        if (template := self.keys.find(kind, source, destination)) is None:
             requests = self.tables.requests
             requests.kind[0], requests.source[0], requests.destination[0] = kind, source, destination
             requests.mode[0], requests.itemsize[0], requests.size[:] = FREE, itemsize, (1, 0)
             self._plan_all()
-            known = int(requests.template[0])
-        return known
+            template = int(requests.template[0])
+        return template
 
     def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
         """Add what ``change`` says is missing for the plan ``state``."""
@@ -329,8 +329,8 @@ class Templates:
         node = self.keys.number(HELD, buffer, 0)
         for layout in layouts:
             node = self.keys.number(STEP, node, layout)
-        found = kept(self.lowering.layout(layout) for layout in layouts)
-        self.keys.put(LAYOUT, node, 0, self.lowering.intern(found))
+        buffer_layout = kept(self.lowering.layout(layout) for layout in layouts)
+        self.keys.put(LAYOUT, node, 0, self.lowering.intern(buffer_layout))
 
 
 class Configs:
@@ -338,18 +338,18 @@ class Configs:
 
     def __init__(self, templates: Templates) -> None:
         self._templates = templates
-        self._known: dict[int, OperatorConfig] = {}
+        self._configs: dict[int, OperatorConfig] = {}
 
     def __getitem__(self, number: int) -> OperatorConfig | None:
         if number == 0:
             return None
-        if (known := self._known.get(number)) is None:
+        if (cached := self._configs.get(number)) is None:
             templates, pools = self._templates, self._templates.pools
             split = templates.in_place(int(pools.config_split[number]))
             devices = templates.lowering.layouts.devices(int(pools.config_mesh[number])).tolist()
             sharding = Sharding.of_rank(int(pools.config_sharding[number]))
-            known = self._known[number] = split.on(devices).sharded(*sharding)
-        return known
+            cached = self._configs[number] = split.on(devices).sharded(*sharding)
+        return cached
 
     def __len__(self) -> int:
         return int(self._templates.tables.used.configs[0])
@@ -363,8 +363,8 @@ def _positions(count: int) -> tuple[int, ...]:
 
 def _ticks(seconds: F64) -> I64:
     """Whole ticks."""
-    found: I64 = (seconds / TICK).astype(np.int64)
-    return found
+    ticks: I64 = (seconds / TICK).astype(np.int64)
+    return ticks
 
 
 def _requests(count: int) -> Requests:
@@ -377,5 +377,5 @@ def _requests(count: int) -> Requests:
 
 def _weight_at_hand() -> WeightAtHand:
     node, edges, dtype, stored, sharding = (np.zeros(1, np.uint32) for _ in range(5))
-    trained, known = (np.zeros(1, np.uint8) for _ in range(2))
-    return WeightAtHand(node, edges, dtype, stored, trained, known, sharding)
+    trained, planned = (np.zeros(1, np.uint8) for _ in range(2))
+    return WeightAtHand(node, edges, dtype, stored, trained, planned, sharding)

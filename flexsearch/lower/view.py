@@ -177,7 +177,7 @@ class Communications:
         )
         self._standing: dict[int, Standing] = {}
         """By identity of a reshard."""
-        self._known: dict[tuple[int, int], Communication] = {}
+        self._communications: dict[tuple[int, int], Communication] = {}
         self.members = self._members()
 
     def of(self, block: int, number: int) -> Communication:
@@ -185,13 +185,13 @@ class Communications:
         if (own := self.rows.recipes.get(block)) is not None:
             return own.communications[number]
         key = block, number
-        if (known := self._known.get(key)) is None and self.rows.blocks.kind[block] == READ:
-            known = self._known[key] = self._read(key)
-        if known is None:
+        if (cached := self._communications.get(key)) is None and self.rows.blocks.kind[block] == READ:
+            cached = self._communications[key] = self._read(key)
+        if cached is None:
             members = self.members[block][number]
             exchanges = [member.what for member in members]
             one, size = exchanges[0], len(self.lowered.topology.devices)
-            known = self._known[key] = Communication(
+            cached = self._communications[key] = Communication(
                 _PURPOSES[int(self.rows.blocks.kind[block])], one.form, one.devices,
                 tuple(sorted({d % size for x in exchanges for d in x.senders})),
                 tuple(sorted({d % size for x in exchanges for d in x.receivers})), members,
@@ -202,7 +202,7 @@ class Communications:
                 self._count(members[0]) * sum(x.nbytes for x in exchanges),
                 self.lowered.topology.communication.in_one_call(one.form),
             )  # fmt: skip
-        return known
+        return cached
 
     def _read(self, key: tuple[int, int]) -> Communication:
         """What a host reads from storage."""
@@ -235,10 +235,10 @@ class Communications:
         image = self.lowered.lowering.image.tolist()
 
         def most(rows: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
-            found: dict[int, T] = {}
+            largest: dict[int, T] = {}
             for resource, value in rows:
-                found[image[resource]] = max(value, found.get(image[resource], value))
-            return tuple(found.items())
+                largest[image[resource]] = max(value, largest.get(image[resource], value))
+            return tuple(largest.items())
 
         links, many = most(transfer.links), Counter(image[resource] for resource, _ in transfer.links)
         times = {r: max(1, count * many[r] // int(self.blocks.images[r])) for r, _ in links}
@@ -249,9 +249,9 @@ class Communications:
         )  # fmt: skip
 
     def _stand(self, reshard: Reshard) -> Standing:
-        if (known := self._standing.get(id(reshard))) is None:
-            known = self._standing[id(reshard)] = standing(reshard, self.blocks)
-        return known
+        if (cached := self._standing.get(id(reshard))) is None:
+            cached = self._standing[id(reshard)] = standing(reshard, self.blocks)
+        return cached
 
     def _count(self, member: Member) -> int:
         """How many exchanges that are each other's images a member stands for."""
@@ -262,12 +262,12 @@ class Communications:
         lowered, blocks = self.lowered, self.rows.blocks
         edges = [lowered.edge_of[i, p] for i, op in enumerate(lowered.graph.operators) for p in range(len(op.inputs))]
         edges += [*lowered.result_edges.values(), *lowered.update_edges.values()]
-        found: list[list[tuple[Member, ...]]] = []
+        by_block: list[list[tuple[Member, ...]]] = []
         for block, (kind, argument, first, last) in enumerate(
             zip(blocks.kind, blocks.argument, blocks.sent_first, blocks.sent_last, strict=True)
         ):
             if (together := self.rows.together.get(block)) is not None:
-                found.append([self._together(rows, None if kind == SYNCHRONISE else edges) for rows in together])
+                by_block.append([self._together(rows, None if kind == SYNCHRONISE else edges) for rows in together])
                 continue
             here: list[tuple[Member, ...]] = []
             for e in dict.fromkeys(edges[slot] for slot in blocks.sent[first:last]):
@@ -277,18 +277,18 @@ class Communications:
                 if reshard is not None and leads:
                     for phase, exchanges in enumerate(self._stand(reshard)):
                         here += [(Member(e, reshard, phase, x),) for x, _ in exchanges]
-            found.append(here)
-        return found
+            by_block.append(here)
+        return by_block
 
     def _together(self, rows: tuple[Sent, ...], edges: Sequence[int] | None) -> tuple[Member, ...]:
         """What goes as one: synchronisation, or if ``edges`` (by slot) is given, gathers."""
-        found = []
+        members = []
         for item, phase, x in rows:
             key = item if edges is None else edges[item]
             reshard = self.lowered.weights[key].plan.sync if edges is None else self.lowered.edges[key].forward
             assert reshard is not None
-            found.append(Member(key, reshard, phase, self._stand(reshard)[phase][x][0]))
-        return tuple(found)
+            members.append(Member(key, reshard, phase, self._stand(reshard)[phase][x][0]))
+        return tuple(members)
 
 
 def task_graph(lowered: Described) -> TaskGraph:

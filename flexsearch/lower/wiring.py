@@ -68,10 +68,10 @@ def wire(
         i = np.uint64(change.operator[k])
         if state.config[i] == before.config[i]:
             continue
-        first, made = np.uint64(program.operand_first[i]), np.uint64(wiring.made_first[i])
+        first, first_output = np.uint64(program.operand_first[i]), np.uint64(wiring.made_first[i])
         operands = np.uint64(program.operand_last[i]) - first
-        for j in range(operands + np.uint64(wiring.made_last[i]) - made):
-            tensor = made + j - operands
+        for j in range(operands + np.uint64(wiring.made_last[i]) - first_output):
+            tensor = first_output + j - operands
             if j < operands:
                 tensor = np.uint64(wiring.slot_tensor[first + j])
                 if wiring.slot_kind[first + j] == 2:
@@ -157,7 +157,7 @@ def _wire_tensor(
     change.tensor_stamp[t] = change.round[0]
     producer = np.uint64(wiring.tensor_producer[t])
     config = np.uint64(state.config[producer])
-    made = pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])]
+    written = pools.layout[np.uint64(pools.config_writes[config]) + np.uint64(wiring.tensor_output[t])]
     tag = wiring.tensor_tag[t]
     first, last = np.uint64(wiring.tensor_first[t]), np.uint64(wiring.tensor_last[t])
     for k in range(first, last):
@@ -170,13 +170,13 @@ def _wire_tensor(
         forward = backward = np.uint32(0)
         if leader == slot:
             if program.flows[slot] != GRADIENT:
-                forward = find(table, tag, made, need)
+                forward = find(table, tag, written, need)
                 if forward == MISSING:
-                    miss(change, tag, made, need)
+                    miss(change, tag, written, need)
             if program.flows[slot] != VALUE:
-                backward = find(table, tag, need, made)
+                backward = find(table, tag, need, written)
                 if backward == MISSING:
-                    miss(change, tag, need, made)
+                    miss(change, tag, need, written)
             if forward == MISSING or backward == MISSING:
                 continue
         _set(blocks, pools, state, before, change, slot, forward, backward)
@@ -188,9 +188,9 @@ def _wire_tensor(
             need = _kept(wiring, pools, table, state, change, np.uint64(wiring.result_buffer[k]))
             if need == MISSING:
                 continue
-        forward = find(table, tag, made, need)
+        forward = find(table, tag, written, need)
         if forward == MISSING:
-            miss(change, tag, made, need)
+            miss(change, tag, written, need)
             continue
         _set(blocks, pools, state, before, change, slot, forward, np.uint32(0))
 

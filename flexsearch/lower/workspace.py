@@ -68,7 +68,7 @@ class Groups(NamedTuple):
     """Destination entries with the same region. By entry: ``following``, the next one of its group. By first entry of a
     group: ``members``, ``last``, and whether the group is ``shared``: served together. By entry: ``first`` and ``end``
     of the source entries that it is put together from; whether it is ``done``; its moves, from ``moves_first`` to
-    ``moves_end``. By device: the ``member`` of the group at hand, and moves that are ``given`` to it. ``box``: the
+    ``moves_end``. By device: the ``member`` of the group at hand, and how many ``terms`` it adds. ``box``: the
     first entries of the groups; ``order``: all entries, group by group (``sums.number_sets``)."""
 
     following: U32
@@ -79,7 +79,7 @@ class Groups(NamedTuple):
     end: U32
     done: U8
     member: U32
-    given: U32
+    terms: U32
     moves_first: U32
     moves_end: U32
     order: U32
@@ -160,7 +160,7 @@ def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, mo
         ),
         groups=Groups(
             following=_u32(entries), members=_u32(entries), last=_u32(entries), shared=_u8(entries),
-            first=_u32(entries), end=_u32(entries), done=_u8(entries), member=_u32(devices), given=_u32(devices),
+            first=_u32(entries), end=_u32(entries), done=_u8(entries), member=_u32(devices), terms=_u32(devices),
             moves_first=_u32(entries), moves_end=_u32(entries), order=_u32(entries), box=_u32(entries),
         ),
         sets=Sets(

@@ -75,29 +75,29 @@ def busiest(links: Iterable[tuple[int, float]], step: Step) -> float:
 
 def by_kind(tasks: TaskGraph, steps: Sequence[Step]) -> dict[Kind, float]:
     """Seconds of the critical path by kind of work; kinds that do not occur are left out."""
-    found = dict.fromkeys(KINDS, 0.0)
+    totals = dict.fromkeys(KINDS, 0.0)
     for step in steps:
         for kind, seconds in split(tasks, step):
-            found[kind] += seconds
-    return {kind: seconds for kind, seconds in found.items() if seconds > 0.0}
+            totals[kind] += seconds
+    return {kind: seconds for kind, seconds in totals.items() if seconds > 0.0}
 
 
 def by_resource(tasks: TaskGraph, steps: Sequence[Step]) -> dict[int, float]:
     """Seconds of the critical path on each resource (index): a communication counts for its busiest link, a computation
     for its processor. Launching has none."""
-    found: dict[int, float] = {}
+    totals: dict[int, float] = {}
     for step in steps:
         if step.launches:
             continue
         if step.moves_bytes:
             resource = max(tasks.drag[step.task], key=lambda row: row[1])[0] if step.resource < 0 else step.resource
-            found[resource] = found.get(resource, 0.0) + step.seconds
+            totals[resource] = totals.get(resource, 0.0) + step.seconds
         elif tasks.links[step.task]:
             resource, seconds = max(tasks.links[step.task], key=lambda row: (row[1], -row[0]))
             whole = tasks.communication[step.task] is None
             busy = step.seconds if whole else min(step.seconds, max(0.0, seconds - step.done))
-            found[resource] = found.get(resource, 0.0) + busy
-    return found
+            totals[resource] = totals.get(resource, 0.0) + busy
+    return totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _first_use(
             if np.uint64(state.leader[other]) == slot and not late:
                 return max(sent, _joining(sources, other, blocks.forward_of))
         return max(sent, _joining(sources, slot, units.backward_block))
-    found, never = end_of(sources), True
+    earliest, never = end_of(sources), True
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
@@ -115,10 +115,10 @@ def _first_use(
             if home != NOTHING and blocks.region[reader] != home:
                 continue
             if blocks.recompute_of[reader] != NOTHING:
-                found, never = min(found, _joining(sources, other, blocks.recompute_of)), False
+                earliest, never = min(earliest, _joining(sources, other, blocks.recompute_of)), False
             elif units.backward[reader] == 1:
-                found, never = min(found, _joining(sources, other, units.backward_block)), False
-    return sent if never else max(sent, found)
+                earliest, never = min(earliest, _joining(sources, other, units.backward_block)), False
+    return sent if never else max(sent, earliest)
 
 
 @lean

@@ -43,9 +43,9 @@ class Effects:
 
     def seconds(self, changes: Changes) -> float:
         """Iteration time (s) with these configs changed."""
-        found = self._simulator.propose(changes)
+        iteration_s = self._simulator.propose(changes)
         self._simulator.reject()
-        return found
+        return iteration_s
 
     def shortfall(self, changes: Changes) -> int:
         """Bytes missing on the device that lacks most, with these configs changed; 0 if it fits."""

@@ -67,8 +67,8 @@ def _visit(state: State, action: Any, block: Any) -> None:
         kept.visits[0] += ONE
     kept.new_window[visit], kept.new_tick[visit] = state.window[0] + ONE, clock
     if kept.visit_window[visit] > 0:
-        known = kept.horizon[np.uint64(kept.visit_window[visit]) - ONE] + kept.visit_tick[visit]
-        state.shift[0] = clock - known
+        old_clock = kept.horizon[np.uint64(kept.visit_window[visit]) - ONE] + kept.visit_tick[visit]
+        state.shift[0] = clock - old_clock
     if action != state.fold.current[0]:
         state.fold.current[0] = action
         state.fold.begun[action] = clock

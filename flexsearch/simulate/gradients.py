@@ -22,7 +22,7 @@ def differentiate(
     they are complete: the backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
-    latest, through, made = ZERO, ZERO, slot
+    latest, through, latest_slot = ZERO, ZERO, slot
     for j in range(k, last):
         other = np.uint64(slots[j])
         if np.uint64(state.leader[other]) == slot:
@@ -31,7 +31,7 @@ def differentiate(
                 through = ZERO
             if sources.units.is_view[reader] == 1 and wiring.slot_position[other] == 0 and part == ACTIVATIONS:
                 through = ONE
-            latest, made = reader, other
+            latest, latest_slot = reader, other
     begin, now = computing(blocks[latest]), computing(blocks[np.uint64(wiring.slot_operator[slot])])
     for every in range(np.uint64(spans.gradient.shape[0])):
         spans.gradient[every] = 0
@@ -45,7 +45,7 @@ def differentiate(
             continue
         nbytes = layouts.volume[entry + row] * itemsize
         if spans.reads[d] == 0:
-            if part == ACTIVATIONS and _made_with_others(sources, state, made, d):
+            if part == ACTIVATIONS and _made_with_others(sources, state, latest_slot, d):
                 add(spans, d, nbytes, part, begin, begin)
             continue
         if through == ONE:

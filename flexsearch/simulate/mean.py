@@ -37,18 +37,18 @@ def mean_step(lowered: Lowered, simulate: Callable[[Lowered], Simulation]) -> Si
     steps = cycle(lowered.recipe_groups)
     if len(steps) < 2:
         return shown
-    found = [(simulate(lowered.at_step(step)), count) for step, count in steps]
-    total = sum(count for _, count in found)
+    runs = [(simulate(lowered.at_step(step)), count) for step, count in steps]
+    total = sum(count for _, count in runs)
 
     def mean(value: Callable[[Simulation], npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-        whole: npt.NDArray[np.float64] = np.sum([count * value(one) for one, count in found], axis=0)
+        whole: npt.NDArray[np.float64] = np.sum([count * value(one) for one, count in runs], axis=0)
         return whole / total
 
     return replace(
-        shown, makespan_s=sum(count * one.makespan_s for one, count in found) / total, busy_s=mean(lambda s: s.busy_s),
+        shown, makespan_s=sum(count * one.makespan_s for one, count in runs) / total, busy_s=mean(lambda s: s.busy_s),
         idle_s=mean(lambda s: s.idle_s), link_busy_s=mean(lambda s: s.link_busy_s),
         link_bytes=mean(lambda s: s.link_bytes.astype(np.float64)).astype(np.int64),
-        moved_bytes=round(sum(count * one.moved_bytes for one, count in found) / total),
+        moved_bytes=round(sum(count * one.moved_bytes for one, count in runs) / total),
     )  # fmt: skip
 
 
@@ -71,12 +71,12 @@ def steady(lowered: Lowered) -> Steady:
     steps, before = FEW, None
     while True:
         ends = step_ends(lowered, steps)
-        found = _rates(ends)
-        if found.exact or steps == MOST:
-            return found
-        if before is not None and abs(found.step_s / before.step_s - 1) < STEADY:
-            return found
-        steps, before = 2 * steps, found
+        rates = _rates(ends)
+        if rates.exact or steps == MOST:
+            return rates
+        if before is not None and abs(rates.step_s / before.step_s - 1) < STEADY:
+            return rates
+        steps, before = 2 * steps, rates
 
 
 def step_ends(lowered: Lowered, steps: int) -> Ticks:

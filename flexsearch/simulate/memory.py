@@ -84,12 +84,12 @@ def standing_of(account: Account, sources: Sources, state: State) -> list[int]:
 
 def _of_different(account: Account, value: Callable[[int], int], also: Sequence[int] | None = None) -> list[int]:
     """By device, a value that follows from its cells, the order of its actions, and what it has in ``also``."""
-    found: list[int] = []
+    by_device: list[int] = []
     group, cells = account.schedule.group, account.cells
     for d in range(len(group)):
         same = d and group[d] == group[d - 1] and (also is None or also[d] == also[d - 1])
-        found.append(found[-1] if same and np.array_equal(cells[:, d], cells[:, d - 1]) else value(d))
-    return found
+        by_device.append(by_device[-1] if same and np.array_equal(cells[:, d], cells[:, d - 1]) else value(d))
+    return by_device
 
 
 @dataclass(frozen=True)

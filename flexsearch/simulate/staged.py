@@ -57,11 +57,11 @@ class StagedSimulators:
     def share(self, replicas: int, microbatches: int) -> tuple[Share, Lowering, Templates]:
         """One block's part of one microbatch. Raises StrategyError or TopologyError if there is none."""
         key = replicas, microbatches
-        if (known := self._shares.get(key)) is None:
+        if (cached := self._shares.get(key)) is None:
             share = share_of(self.graph, self.topology, replicas, microbatches, self._part)
             lowering = Lowering(share.graph, share.topology, self._costs_of(share, replicas * microbatches), share.fold)
-            known = self._shares[key] = share, lowering, Templates(lowering)
-        return known
+            cached = self._shares[key] = share, lowering, Templates(lowering)
+        return cached
 
     def _part(self, graph: OperatorGraph, count: int) -> OperatorGraph:
         if count not in self._parts:

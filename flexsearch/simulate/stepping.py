@@ -123,10 +123,10 @@ def longer(ticks: I64, times: Factors) -> I64:
 
 def device_of_steps(rows: Rows) -> npt.NDArray[np.int64]:
     """By step of the segments: the device that runs it; -1: none."""
-    found = np.full(len(rows.segments.step_kind), -1)
+    device_of = np.full(len(rows.segments.step_kind), -1)
     step, _, device = steps_of(rows.segments, rows.segment, len(rows.schedule.group))
-    found[step] = device
-    return found
+    device_of[step] = device
+    return device_of
 
 
 def _computing(rows: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:

@@ -201,15 +201,15 @@ def _unpacked(
 ) -> tuple[Numbers, Numbers]:
     """``Units.unpack_block``, ``unpack_again_block``."""
     last, again = len(table.kind) - 1, np.where(table.recompute_of == NOTHING, backward, table.recompute_of)
-    found = []
+    blocks = []
     for read, gathers in ((table.forward_of, table.gather_of), (again, table.regather_of)):
         first: dict[int, int] = {}
         for name, gather in zip(weights, gathers.tolist(), strict=True):
             for i, _ in graph.consumers[name]:
                 late = graph.operators[i].half == "weights" and read is table.forward_of
                 first[gather] = min(first.get(gather, last), int((backward if late else read)[i]))
-        found.append(np.array([first.get(gather, last) for gather in gathers.tolist()], np.uint32))
-    return found[0], found[1]
+        blocks.append(np.array([first.get(gather, last) for gather in gathers.tolist()], np.uint32))
+    return blocks[0], blocks[1]
 
 
 def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -238,8 +238,8 @@ def _rules(graph: OperatorGraph) -> tuple[Saved, ...]:
 def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
     """The first tensor of each unit, and all its tensors in topological order: a view belongs to what it is a view
     of."""
-    made = {name for op in graph.operators for name in op.outputs}
-    members = {tensor.name: [tensor.name] for tensor in graph.tensors if tensor.name not in made}
+    produced = {name for op in graph.operators for name in op.outputs}
+    members = {tensor.name: [tensor.name] for tensor in graph.tensors if tensor.name not in produced}
     root = {name: name for name in members}
     for op, view in zip(graph.operators, views, strict=True):
         for name in op.outputs:
@@ -280,29 +280,29 @@ def _concerned(
 def _only_gradients(graph: OperatorGraph, kept: Collection[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
     """(operator, operand) of what is kept for the backward pass for the gradient of one operand alone, an activation,
     and that one: weights of products with one other factor, and what operators without weights read."""
-    found = {}
+    alone = {}
     for i, op in enumerate(graph.operators):
         trained = [p for p, flow in enumerate(graph.flows[i]) if flow != Flow.VALUE]
-        made = [p for p in trained if op.inputs[p] in graph.producer and graph.flows[i][p] == Flow.BOTH]
-        if not graph.has_backward[i] or op.half == "weights" or len(made) != 1:
+        produced = [p for p in trained if op.inputs[p] in graph.producer and graph.flows[i][p] == Flow.BOTH]
+        if not graph.has_backward[i] or op.half == "weights" or len(produced) != 1:
             continue
-        if trained == made:
-            found[i, made[0]] = i, made[0]
+        if trained == produced:
+            alone[i, produced[0]] = i, produced[0]
         if not kind_of(op).saved_without_weights.inputs:
             weights = [p for p in range(len(op.inputs)) if (i, p) in kept]
-            found.update({(i, p): (i, made[0]) for p in weights if len(weights) == 1})
-    return found
+            alone.update({(i, p): (i, produced[0]) for p in weights if len(weights) == 1})
+    return alone
 
 
 def _of_outputs(
     graph: OperatorGraph, slot: Mapping[tuple[int, int], int], alone: Mapping[tuple[int, int], tuple[int, int]]
 ) -> Numbers:
     """``Units.output_gradient``."""
-    found = np.full(len(graph.operators), NOTHING, np.uint32)
+    slots = np.full(len(graph.operators), NOTHING, np.uint32)
     for pair, only in alone.items():
         if pair == only:
-            found[pair[0]] = slot[pair]
-    return found
+            slots[pair[0]] = slot[pair]
+    return slots
 
 
 def _make_spans(graph: OperatorGraph, sources: Sources, devices: int) -> Spans:

@@ -198,8 +198,8 @@ def passes(lowered: Lowered, times: Times) -> list[Pass]:
                 end = int(times.computation_end[m, places].max())
                 before = ends.get((device, action), (begin, end))
                 ends[device, action] = min(begin, before[0]), max(end, before[1])
-    found = [Pass(device, action, *span) for (device, action), span in ends.items()]
-    return sorted(found, key=lambda one: (one.device, one.begin, one.end))
+    passes = [Pass(device, action, *span) for (device, action), span in ends.items()]
+    return sorted(passes, key=lambda one: (one.device, one.begin, one.end))
 
 
 def count_tasks(times: Times) -> int:
@@ -243,7 +243,7 @@ def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
     parties: dict[tuple[int, int], set[int]] = {}
     for block, c, device in zip(*(x[issues].tolist() for x in (of, segments.step_row[step], on)), strict=True):
         parties.setdefault((block, c), set()).add(device)
-    found: list[dict[str, list[Spans]]] = [{} for _ in range(devices)]
+    by_device: list[dict[str, list[Spans]]] = [{} for _ in range(devices)]
     for block, segment in enumerate(rows.segment.tolist()):
         first = int(segments.communication_first[segment])
         for c in range(int(segments.communication_last[segment]) - first):
@@ -252,8 +252,8 @@ def _moving(rows: Rows, times: Times) -> list[dict[str, list[Spans]]]:
             place = int(times.communication_first[block]) + c
             spans, sort = _spans(times.communication_start, times.communication_end, place), _sort(rows, block, members)
             for device in members:
-                found[device].setdefault(sort, []).append(spans)
-    return found
+                by_device[device].setdefault(sort, []).append(spans)
+    return by_device
 
 
 def _sort(rows: Rows, block: int, members: set[int]) -> str:

@@ -65,14 +65,14 @@ Ask = Callable[[], WhatIf]
 def link_classes(topology: Topology) -> tuple[LinkClass, ...]:
     """Links grouped by name, where numbers do not count; where that leaves many, by bandwidth (powers of two)."""
     for key in (_pattern, _about):
-        found: dict[str, list[int]] = {}
+        grouped: dict[str, list[int]] = {}
         for r, resource in enumerate(topology.resources):
             if resource.kind == "link":
-                found.setdefault(key(resource.name, resource.bandwidth), []).append(r)
-        if len(found) <= MANY_CLASSES:
+                grouped.setdefault(key(resource.name, resource.bandwidth), []).append(r)
+        if len(grouped) <= MANY_CLASSES:
             break
     classes = []
-    for name, members in found.items():
+    for name, members in grouped.items():
         speeds = [topology.resources[r].bandwidth for r in members]
         classes.append(LinkClass(name, tuple(members), min(speeds), max(speeds)))
     return tuple(classes)

@@ -244,7 +244,7 @@ def _grid(graph: OperatorGraph, configs: Sequence[OperatorConfig], stage: range,
 def _split(graph: OperatorGraph, configs: Sequence[OperatorConfig], grids: Sequence[Grid]) -> dict[int, str]:
     """Operators with weights that are split over the columns of their ``grids``, and along which axis. Raises
     StrategyError where no module can be split so."""
-    found: dict[int, str] = {}
+    split_axis: dict[int, str] = {}
     of_module: dict[str, tuple[str, int]] = {}
     for i, op in enumerate(graph.operators):
         if not has_weights(graph, i):
@@ -253,15 +253,15 @@ def _split(graph: OperatorGraph, configs: Sequence[OperatorConfig], grids: Seque
         if axes:
             _check_columns(op, configs[i], grids[i])
             check_split(graph, i, axes[0])
-            found[i] = axes[0]
+            split_axis[i] = axes[0]
         before = of_module.setdefault(op.module, (axes[0] if axes else "", i))
         if op.kind in ("linear", "embedding") and before[0] != (axes[0] if axes else ""):
             raise StrategyError(
                 f"operator {op.name!r} is not split as {graph.operators[before[1]].name!r}, which is the same module",
                 NATIVE,
             )
-    _check_tied(graph, found)
-    return found
+    _check_tied(graph, split_axis)
+    return split_axis
 
 
 def _check_tied(graph: OperatorGraph, split: Mapping[int, str]) -> None:
@@ -295,7 +295,7 @@ def _elsewhere(
 ) -> tuple[str, ...]:  # fmt: skip
     """Operators without weights that run on other parts than the plan says. Raises StrategyError for attention and
     other products of activations, which a plan does not split in passing."""
-    found = []
+    names = []
     for i, op in enumerate(graph.operators):
         if has_weights(graph, i):
             continue
@@ -310,16 +310,16 @@ def _elsewhere(
                 f"split as the plan says, PyTorch splits it over {dict(expected) or 'nothing'}",
                 NATIVE,
             )
-        found.append(op.name)
-    return tuple(found)
+        names.append(op.name)
+    return tuple(names)
 
 
 def _shares(op: Operator, config: OperatorConfig) -> int:
     """Parts into which the samples are split."""
-    found = 1
+    shares = 1
     for axis, parts in config.degrees:
-        found *= parts if op.roles[axis] == "sample" else 1
-    return found
+        shares *= parts if op.roles[axis] == "sample" else 1
+    return shares
 
 
 def _states(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> States:

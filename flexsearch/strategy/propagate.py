@@ -98,10 +98,10 @@ class Propagation:
     ) -> OperatorConfig:  # fmt: skip
         """``carry``, once for all operators that are alike."""
         key = self._like[source], config, self._like[target], pairs, picked
-        if (known := self._carried.get(key)) is None:
+        if (cached := self._carried.get(key)) is None:
             operators = self.graph.operators
-            known = self._carried[key] = carry(operators[source], config, operators[target], pairs, picked)
-        return known
+            cached = self._carried[key] = carry(operators[source], config, operators[target], pairs, picked)
+        return cached
 
     @cached_property
     def links(self) -> tuple[tuple[Link, ...], ...]:
@@ -113,10 +113,10 @@ class Propagation:
             for place, name in enumerate(consumer.inputs):
                 if (p := graph.producer.get(name)) is None:
                     continue
-                made = graph.operators[p].outputs.index(name)
-                key = self._like[p], made, self._like[c], place
+                output = graph.operators[p].outputs.index(name)
+                key = self._like[p], output, self._like[c], place
                 if key not in joined:
-                    joined[key] = _joined(graph.operators[p], made, consumer, place)
+                    joined[key] = _joined(graph.operators[p], output, consumer, place)
                 pairs, picked = joined[key]
                 back = tuple((b, a) for a, b in pairs)
                 nbytes = graph.tensor[name].nbytes
@@ -137,14 +137,14 @@ class Propagation:
         """Config of ``link.target`` that follows ``config`` of operator ``source`` over this link."""
         return self._carry(source, config, link.target, link.pairs, link.picked if link.forward else ())
 
-    def best(self, target: int, known: Mapping[int, OperatorConfig]) -> OperatorConfig | None:
-        """What ``target`` should be to follow its producers among ``known``. The config with most parts wins, as
+    def best(self, target: int, configs: Mapping[int, OperatorConfig]) -> OperatorConfig | None:
+        """What ``target`` should be to follow its producers among ``configs``. The config with most parts wins, as
         replicas waste devices; then the largest tensor, then the first. None if it has no such neighbour."""
         candidates: list[tuple[int, int, OperatorConfig]] = []
         for link in self.links[target]:
-            if not link.forward and link.target in known:
+            if not link.forward and link.target in configs:
                 back = tuple((a, b) for b, a in link.pairs)
-                config = self._carry(link.target, known[link.target], target, back, link.picked)
+                config = self._carry(link.target, configs[link.target], target, back, link.picked)
                 candidates.append((config.parts, link.nbytes, config))
         return max(candidates, key=lambda entry: entry[:2])[2] if candidates else None
 

@@ -111,7 +111,7 @@ class _Stages:
     def needed(self, stage: int) -> set[str]:
         """What a stage gets of what the modules of earlier ones return. Notes what it computes outside of modules."""
         graph, last = self.graph, stage == len(self.modules) - 1
-        found: set[str] = set()
+        needed: set[str] = set()
         seen: set[int] = set()
         todo = [i for i, path in enumerate(self.paths) if path and self.stage_of[i] == stage]
         if last:
@@ -129,8 +129,8 @@ class _Stages:
                 if not self.module_of(name):
                     todo.append(graph.producer[name])
                 elif self.home(name) < stage:
-                    found.add(name)
-        return found
+                    needed.add(name)
+        return needed
 
     def check(self) -> None:
         """Raise StrategyError where ranks would compute something else than the plan, or too much of it."""
@@ -187,11 +187,11 @@ class _Stages:
 
 def _computed(graph: OperatorGraph) -> set[str]:
     """What depends on weights in a way that has a gradient."""
-    found = {t.name for t in graph.of_kind("parameter") if t.floating}
+    computed = {t.name for t in graph.of_kind("parameter") if t.floating}
     for op in graph.operators:
-        if op.kind != "detach" and found.intersection(op.inputs):
-            found.update(name for name in op.outputs if graph.tensor[name].floating)
-    return found
+        if op.kind != "detach" and computed.intersection(op.inputs):
+            computed.update(name for name in op.outputs if graph.tensor[name].floating)
+    return computed
 
 
 def _lists(graph: OperatorGraph) -> set[str]:
@@ -213,7 +213,7 @@ def _path(op: Operator) -> Iterable[str]:
 
 def _tied(graph: OperatorGraph, stages: _Stages) -> tuple[dict[int, str], ...]:
     """The weights that several stages read. Raises StrategyError where their gradients cannot be added up."""
-    found = []
+    tied = []
     for tensor in graph.of_kind("parameter"):
         readers = [graph.operators[reader] for reader, _ in graph.consumers[tensor.name]]
         at = [stages.stage_of[graph.index[op.name]] for op in readers]
@@ -227,5 +227,5 @@ def _tied(graph: OperatorGraph, stages: _Stages) -> tuple[dict[int, str], ...]:
             )
         if tensor.requires_grad:
             weight = tensor.name.rpartition(".")[2]
-            found.append({stage: f"{op.module}.{weight}" for stage, op in zip(at, readers, strict=True)})
-    return tuple(found)
+            tied.append({stage: f"{op.module}.{weight}" for stage, op in zip(at, readers, strict=True)})
+    return tuple(tied)

@@ -104,7 +104,7 @@ class _Walk:
     def leaks(self, gathered: frozenset[int]) -> set[int]:
         """Layers whose split output meets an operator that needs it whole. ``gathered``: those that are whole."""
         self.configs, self.cut, self.following = {}, set(), {}
-        found: set[int] = set()
+        leaking: set[int] = set()
         for i, op in enumerate(self.graph.operators):
             sources = self._sources(i)
             origins = frozenset[int]().union(*(self.following[source] for source in sources))
@@ -113,20 +113,20 @@ class _Walk:
                 self.configs[i] = make_config(op, {axis: self.count}, range(self.count))
                 if op.roles[axis] == "reduction":
                     fits = all(config.degree(axis) == self.count for config in self._implied(i, sources))
-                    found |= origins if not fits else set()
+                    leaking |= origins if not fits else set()
                     if not sources:
                         self.cut.add(i)
                     continue
-                found |= origins
+                leaking |= origins
                 if i not in gathered:
                     self.following[i] = frozenset({i})
-                    found |= {i} if op.sizes[axis] % self.count else set()
+                    leaking |= {i} if op.sizes[axis] % self.count else set()
             elif (config := self._follows(i, sources)) is not None:
                 self.configs[i], self.following[i] = config, origins
             else:
                 self.configs[i] = make_config(op, {}, range(self.count))
-                found |= origins
-        return found
+                leaking |= origins
+        return leaking
 
     def divides(self, operator: int) -> bool:
         """Whether an operator divides a split dimension into several."""

@@ -36,13 +36,13 @@ class PowerSGD(Compression):
 
     def matrices(self, sizes: Sizes) -> list[tuple[int, int, int]]:
         """(First element, rows, columns) of what is compressed."""
-        found, begin = [], 0
+        matrices, begin = [], 0
         for shape in sizes.shapes:
             a, b = (shape[0], prod(shape[1:])) if shape else (1, 1)
             if len(shape) > 1 and self.rank * (a + b) < a * b:
-                found.append((begin, a, b))
+                matrices.append((begin, a, b))
             begin += prod(shape)
-        return found
+        return matrices
 
     def start(self, sizes: Sizes, like: Tensor) -> Any:
         return tuple(

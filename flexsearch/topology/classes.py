@@ -50,14 +50,14 @@ def fold_topology(whole: Topology, replicas: int) -> Folding:
 
 def foldings(whole: Topology) -> tuple[int, ...]:
     """Into how many blocks a topology can be folded, ascending."""
-    count, found = len(whole.devices), []
+    count, foldable = len(whole.devices), []
     for replicas in (n for n in range(2, count + 1) if count % n == 0):
         try:
             fold_topology(whole, replicas)
         except TopologyError:
             continue
-        found.append(replicas)
-    return tuple(found)
+        foldable.append(replicas)
+    return tuple(foldable)
 
 
 def _unfoldable(whole: Topology, replicas: int, why: str) -> TopologyError:
@@ -209,17 +209,17 @@ class _Folder:
             code=whole.code,
         )  # fmt: skip
         own = {resource.name: k for k, resource in enumerate(block.resources)}
-        found = np.zeros(len(image), np.uint32)
+        image_of = np.zeros(len(image), np.uint32)
         for resource, stands_for in enumerate(image.tolist()):
             if stands_for != NONE:
-                found[resource] = own[whole.resources[stands_for].name]
+                image_of[resource] = own[whole.resources[stands_for].name]
         for d in range(self.count):
-            found[whole.processor_of[d]] = block.processor_of[d % self.size]
+            image_of[whole.processor_of[d]] = block.processor_of[d % self.size]
         ways = [k for k, resource in enumerate(block.resources) if resource.kind == "storage"]
         hosts = len(block.hosts)
         for k, at in enumerate(k for k, resource in enumerate(whole.resources) if resource.kind == "storage"):
-            found[at] = ways[k % hosts] if k < len(whole.hosts) else ways[-1]
-        return Folding(whole, block, self.replicas, self.inside, found)
+            image_of[at] = ways[k % hosts] if k < len(whole.hosts) else ways[-1]
+        return Folding(whole, block, self.replicas, self.inside, image_of)
 
 
 def _hops(path: Sequence[str]) -> Iterator[Hop]:

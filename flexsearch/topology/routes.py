@@ -137,15 +137,15 @@ class Routes:
 
     def nearest_s(self) -> float:
         """The least latency between two devices, s; 0 if there is only one device."""
-        table, found = self.table, []
+        table, latencies = self.table, []
         for k, part in enumerate(self.parts):
             count, begin = len(part.devices), int(table.inside_first[k])
             numbers = table.inside[begin : begin + count * count].reshape(count, count)
-            found += table.latency[numbers[~np.eye(count, dtype=bool)]].tolist()
+            latencies += table.latency[numbers[~np.eye(count, dtype=bool)]].tolist()
         if len(self.parts) > 1:
             up = [min(table.latency[table.up[part.devices]]) for part in self.parts]
-            found.append(fsum(sorted(up)[:2]))
-        return float(min(found, default=0.0))
+            latencies.append(fsum(sorted(up)[:2]))
+        return float(min(latencies, default=0.0))
 
     def _lay_out(self, count: int) -> RouteTable:
         pieces: list[tuple[int, ...]] = [()]
@@ -248,7 +248,7 @@ def _parts(
         if part in joins:
             joins[part].append(link)
     searched: dict[Any, dict[tuple[int, int], list[int]]] = {}
-    made = []
+    parts = []
     for part, indices in members.items():
         own = [devices[d] for d in indices]
         names = [*own, *inner[part], *([center] if center is not None else [])]
@@ -257,8 +257,8 @@ def _parts(
         if key not in searched:
             searched[key] = _ways_inside(names, own, joins[part], at)
         paths = {pair: [names[k] for k in path] for pair, path in searched[key].items()}
-        made.append(Part(indices, paths))
-    return made
+        parts.append(Part(indices, paths))
+    return parts
 
 
 def _numbers(graph: nx.Graph, center: str | None) -> dict[str, int]:
@@ -275,12 +275,12 @@ def _ways_inside(
 ) -> dict[tuple[int, int], list[int]]:
     """The ways between the devices ``own`` of a part, as places in ``names``."""
     graph = wiring(names, links)
-    found = {}
+    ways = {}
     for i in range(len(own) - 1):
         paths = _paths_from(graph, own[i], own)
         for j in range(i + 1, len(own)):
-            found[i, j] = [at[name] for name in paths[own[j]]]
-    return found
+            ways[i, j] = [at[name] for name in paths[own[j]]]
+    return ways
 
 
 def decisive(rows: Iterable[tuple[int, ...]], bandwidth: Sequence[float]) -> npt.NDArray[np.bool_]:
@@ -294,11 +294,11 @@ def decisive(rows: Iterable[tuple[int, ...]], bandwidth: Sequence[float]) -> npt
                 always[r].intersection_update(row)
             else:
                 always[r] = set(row)
-    found = np.ones(len(bandwidth), np.bool_)
+    decides = np.ones(len(bandwidth), np.bool_)
     for r, others in always.items():
         for other in others:
             mutual = r in always[other] and bandwidth[r] == bandwidth[other]
             # Of those that cover each other, the first stays.
             if other != r and bandwidth[other] <= bandwidth[r] and (not mutual or other < r):
-                found[r] = False
-    return found
+                decides[r] = False
+    return decides

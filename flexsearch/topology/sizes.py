@@ -57,15 +57,15 @@ class Sizes:
     def numbers(self, most: int) -> list[int]:
         """Numbers of devices up to ``most``, ascending, each a multiple of the one before: a part of one host, one
         host, and twice as many hosts each time."""
-        found, part = {1, self.per_host}, self.per_host
+        numbers, part = {1, self.per_host}, self.per_host
         while part % 2 == 0:
             part //= 2
-            found.add(part)
+            numbers.add(part)
         hosts = 1
         while hosts <= self.most_hosts:
-            found.add(hosts * self.per_host)
+            numbers.add(hosts * self.per_host)
             hosts *= 2
-        return sorted(n for n in found if n <= most)
+        return sorted(n for n in numbers if n <= most)
 
     def of(self, devices: int) -> Topology:
         """So many devices: some of the first host, or whole hosts. Raises TopologyError if there are not so many."""

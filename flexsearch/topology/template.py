@@ -165,26 +165,26 @@ class Template(FileModel):
 
     def _devices_of(self, node: str) -> Iterator[Device]:
         for k, device in enumerate(self.nodes.devices):
-            given = names(device.name)
+            devices = names(device.name)
             processors = names(device.processor) if device.processor is not None else []
             if len(processors) == 1:
-                processors *= len(given)
-            if processors and len(processors) != len(given):
+                processors *= len(devices)
+            if processors and len(processors) != len(devices):
                 raise TopologyError(
-                    f'nodes.devices.{k}.processor: "{device.processor}" are {len(processors)} names for {len(given)} '
+                    f'nodes.devices.{k}.processor: "{device.processor}" are {len(processors)} names for {len(devices)} '
                     f'devices "{device.name}"; give one for all, or one for each'
                 )
             figures = {field: getattr(device, field) for field in Device.model_fields}
-            for i, name in enumerate(given):
+            for i, name in enumerate(devices):
                 processor = f"{node}/{processors[i]}" if processors else None
                 yield Device(**figures | {"name": f"{node}/{name}", "host": node, "processor": processor})
 
-    def _outer_links(self, known: set[str]) -> Iterator[Link]:
+    def _outer_links(self, ends: set[str]) -> Iterator[Link]:
         """The links outside the nodes; their ends are names of the expanded topology."""
         for k, link in enumerate(self.links):
             for a, b in link.pairs(f"links.{k}"):
                 for field, end in (("a", a), ("b", b)):
-                    if end not in known:
+                    if end not in ends:
                         raise TopologyError(
                             f'links.{k}.{field}: "{end}" is neither a shared switch nor a name like '
                             f'"{self.nodes.name}0/..." inside a node; declare it in "switches"'

@@ -68,12 +68,12 @@ class Topology(files.FileModel):
             seen[name] = field
 
     def _check_links(self) -> None:
-        known = {d.name for d in self.devices} | set(self.switches)
+        ends = {d.name for d in self.devices} | set(self.switches)
         seen: dict[frozenset[str], int] = {}
         for k, link in enumerate(self.links):
             for field, end in (("a", link.a), ("b", link.b)):
-                if end not in known:
-                    raise TopologyError(f'links.{k}.{field}: no device or switch is called "{end}"{_hint(end, known)}')
+                if end not in ends:
+                    raise TopologyError(f'links.{k}.{field}: no device or switch is called "{end}"{_hint(end, ends)}')
             if link.a == link.b:
                 raise TopologyError(f'links.{k}: joins "{link.a}" with itself; remove it')
             if (other := seen.setdefault(frozenset((link.a, link.b)), k)) != k:
@@ -137,13 +137,13 @@ class Topology(files.FileModel):
     @cached_property
     def links_of_processors(self) -> dict[int, tuple[int, ...]]:
         """Processor -> links that its devices hang on, each direction; indices into ``resources``."""
-        found: dict[int, set[int]] = {}
+        links_of: dict[int, set[int]] = {}
         processor = {device.name: p for device, p in zip(self.devices, self.processor_of, strict=True)}
         for (a, b), (link, _) in self._hops.items():
             for end in (a, b):
                 if end in processor:
-                    found.setdefault(processor[end], set()).add(link)
-        return {p: tuple(sorted(links)) for p, links in found.items()}
+                    links_of.setdefault(processor[end], set()).add(link)
+        return {p: tuple(sorted(links)) for p, links in links_of.items()}
 
     def route(self, i: int, j: int) -> Route:
         """The way from device ``i`` to device ``j``: the fastest for a message of 1 MB, never through a third device
@@ -323,8 +323,8 @@ def _directions(link: Link) -> tuple[str, ...]:
     return (f"{link.a}->{link.b}", f"{link.b}->{link.a}") if link.duplex == "full" else (f"{link.a}<->{link.b}",)
 
 
-def _hint(name: str, known: Sequence[str] | set[str] | dict[str, int]) -> str:
-    close = get_close_matches(name, sorted(known), n=3) if len(known) <= MAX_DEVICES else []
+def _hint(name: str, candidates: Sequence[str] | set[str] | dict[str, int]) -> str:
+    close = get_close_matches(name, sorted(candidates), n=3) if len(candidates) <= MAX_DEVICES else []
     return f"; did you mean {' or '.join(json.dumps(c) for c in close)}?" if close else ""
 
 
@@ -357,9 +357,9 @@ def _find(name: str) -> tuple[Path, int | None]:
                     f"not {count}"
                 )
             return path, int(digits)
-    known = presets()
-    close = get_close_matches(name[:100], known, n=len(known) or 1, cutoff=0.4)
-    listed = ", ".join([*close, *(k for k in known if k not in close)])
+    preset_names = presets()
+    close = get_close_matches(name[:100], preset_names, n=len(preset_names) or 1, cutoff=0.4)
+    listed = ", ".join([*close, *(k for k in preset_names if k not in close)])
     what = "file" if name.endswith(".json") or "/" in name else "file or preset"
     raise TopologyError(
         f'no topology {what} "{files.printable(name)}"',
