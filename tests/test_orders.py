@@ -95,9 +95,8 @@ def test_little_memory_holds_the_order_back() -> None:
     simulators = StagedSimulators(graph, topology)
     simulator = simulators.simulator(UNEVEN, configs, Options())
     most = max(simulator.peaks())
-    tight = topology.model_copy(
-        update={"devices": tuple(d.model_copy(update={"memory_bytes": int(most)}) for d in topology.devices)}
-    )
+    memory = {"memory_bytes": int(most), "memory_fraction": 1.0}
+    tight = topology.model_copy(update={"devices": tuple(d.model_copy(update=memory) for d in topology.devices)})
     limited = StagedSimulators(graph, tight)
     order = listed(limited.simulator(UNEVEN, configs, Options()), UNEVEN)
     ample = listed(simulator, UNEVEN)

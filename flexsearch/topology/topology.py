@@ -303,8 +303,7 @@ def _leave_out_usual(device: dict[str, Any]) -> None:
     if not device["tf32"]:
         del device["tf32"]
         device["flops"].pop(TF32, None)
-    if device["memory_fraction"] == 1.0:
-        del device["memory_fraction"]
+    del device["memory_fraction"]  # no property of the device: plans that take more stay plans for it
     for field in ("efficiency", "efficiency_full", "launches"):
         if device[field] is None:
             del device[field]
