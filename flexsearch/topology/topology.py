@@ -232,8 +232,9 @@ class Topology(files.FileModel):
         return type(self)(**values | {"storage": self.storage.with_reading(fields)})
 
     def content_hash(self) -> str:
-        """Hash of everything that affects a plan, hence without ``name`` and what is said of sources. Fields that came
-        later count where they differ from what every earlier file meant: the hash of a file stays."""
+        """Hash of everything that affects a plan, hence without ``name``, what is said of sources, and the memory that
+        plans leave free. Fields that came later count where they differ from what every earlier file meant: the hash of
+        a file stays."""
         described = self.model_dump(mode="json", exclude={"name", "source", "sources", "code"})
         for field in self.communication.assumed():
             del described["communication"][field]
@@ -299,11 +300,12 @@ def presets() -> list[str]:
 
 
 def _leave_out_usual(device: dict[str, Any]) -> None:
-    """Delete the figures of a described device that say what files without them mean."""
+    """Delete the figures of a described device that say what files without them mean, and its memory's fraction, which
+    is no property of the device."""
     if not device["tf32"]:
         del device["tf32"]
         device["flops"].pop(TF32, None)
-    del device["memory_fraction"]  # no property of the device: plans that take more stay plans for it
+    del device["memory_fraction"]
     for field in ("efficiency", "efficiency_full", "launches"):
         if device[field] is None:
             del device[field]
