@@ -28,10 +28,10 @@ def gradients_of(
     their shapes and dtypes. ``keep``: the graph, for another call."""
     if _ENGINE is None:
         return torch.autograd.grad(outputs, wanted, gradients, retain_graph=keep, allow_unused=True)
-    made: Sequence[Tensor | None] = _ENGINE(
+    wanted_gradients: Sequence[Tensor | None] = _ENGINE(
         tuple(outputs), tuple(gradients), keep, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
-    return made
+    return wanted_gradients
 
 
 def accumulate(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

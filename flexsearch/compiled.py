@@ -161,14 +161,14 @@ def _jit(function: Callable[..., Any], **options: bool) -> Any:
     """A function of our program, or, without one, ``numba.njit``; kept in our folder."""
     options = {"nogil": True, **options}
     if _program is not None:
-        made = _program(function, options)
-        _keep(made.entry)
+        compiled = _program(function, options)
+        _keep(compiled.entry)
     else:
         make: Any = numba.njit
-        made = make(**options)(function)
-        if hasattr(made, "overloads"):  # else compiling is off
-            _keep(made)
-    return made
+        compiled = make(**options)(function)
+        if hasattr(compiled, "overloads"):  # else compiling is off
+            _keep(compiled)
+    return compiled
 
 
 def _keep(dispatcher: Any) -> None:
@@ -293,10 +293,10 @@ def inlined(function: F) -> F:
 def wide(function: F) -> F:
     """As ``lean``, for functions that make uint64 of all whole numbers that they are given: compiled functions do that
     when they call it, and it is compiled once for all kinds of numbers."""
-    made: Any = lean(function)
-    if hasattr(made, "wide"):
-        made.wide = True
-    return cast(F, made)
+    compiled: Any = lean(function)
+    if hasattr(compiled, "wide"):
+        compiled.wide = True
+    return cast(F, compiled)
 
 
 def _first_that_works(function: F, *choices: dict[str, bool]) -> F:

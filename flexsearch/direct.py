@@ -19,13 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def direct(function: F) -> F:
     """A compiled function, to be called from Python."""
-    made: Any = function
-    if not hasattr(made, "overloads"):  # compiling is off
+    compiled: Any = function
+    if not hasattr(compiled, "overloads"):  # compiling is off
         return function
-    if hasattr(made, "entry"):
-        made.is_entry = True
-        made = made.entry
-    return cast(F, _Direct(made))
+    if hasattr(compiled, "entry"):
+        compiled.is_entry = True
+        compiled = compiled.entry
+    return cast(F, _Direct(compiled))
 
 
 class _Direct:

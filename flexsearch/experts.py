@@ -42,8 +42,8 @@ def rows_by_expert(x: Tensor, weight: Tensor, experts: Tensor, transposed: bool,
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=count + 1).cumsum(0).tolist()[:count]
     rows = x.reshape(-1, x.shape[-1])[order]
-    made = grouped_product(rows, weight, [0, *ends])
-    return made[order.argsort()].reshape(*x.shape[:-1], weight.shape[-1])
+    products = grouped_product(rows, weight, [0, *ends])
+    return products[order.argsort()].reshape(*x.shape[:-1], weight.shape[-1])
 
 
 def places(experts: Tensor, count: int, capacity: int) -> Tensor:

@@ -87,15 +87,15 @@ def choice(lowered: Lowered, operator: str, most: int | None) -> OperatorChoice:
     """Why an operator is as it is and not otherwise; see ``Setting.choice``."""
     index = find_operator(lowered.graph, operator)
     space, effects = Space(lowered.graph, lowered.topology), effects_of(lowered)
-    found = best_first(list(alternatives(space, effects, index)))
-    told = alike(found)[:most]
+    candidates = best_first(list(alternatives(space, effects, index)))
+    told = alike(candidates)[:most]
     weighed = weigh(effects, index, [one for one, _ in told])
     shown = tuple((one, more) for one, (_, more) in zip(weighed, told, strict=True))
     own = effects.configs[index]
     follow = tuple(i for i in space.follow(index, own) if i != index and effects.allows(i, own))
     leaders = {member: leader for leader, members in space.groups.items() for _, member, _ in members}
     return OperatorChoice(
-        lowered, index, effects.base_s, effects.loads({}), tuple(found), shown, follow, leaders.get(index)
+        lowered, index, effects.base_s, effects.loads({}), tuple(candidates), shown, follow, leaders.get(index)
     )
 
 
@@ -148,11 +148,11 @@ def layout_difference(
     variants: Variants, plans: tuple[Plan, Plan], rows: tuple[StagedRow, StagedRow]
 ) -> LayoutComparison:  # fmt: skip
     """The same of plans with stages or microbatches."""
-    (first, second), graph, found = plans, variants.graph, []
+    (first, second), graph, layout_differences = plans, variants.graph, []
     for part in (parts := first.differing(second)):
         values = str(first.value(part)), str(second.value(part))
         outcomes = variants.outcome(first.having(part, second)), variants.outcome(second.having(part, first))
-        found.append(LayoutDifference(PARTS[part], values, outcomes))
+        layout_differences.append(LayoutDifference(PARTS[part], values, outcomes))
     if "devices" not in parts:
         space = Space(graph, variants.topology)
         for leader, operators in changed(space, first.configs, second.configs):
@@ -163,5 +163,5 @@ def layout_difference(
                 variants.outcome(first.splitting(operators, second)),
                 variants.outcome(second.splitting(operators, first)),
             )
-            found.append(LayoutDifference(words, (old, new), outcomes))
-    return LayoutComparison(*rows, tuple(found))
+            layout_differences.append(LayoutDifference(words, (old, new), outcomes))
+    return LayoutComparison(*rows, tuple(layout_differences))

@@ -185,10 +185,10 @@ def parse(model: type[M], data: Any, source: str, what: str) -> M:
     if not isinstance(data, dict):
         raise FileFormatError(f"{what} {source} must be a JSON object, not {_brief(data)}", _AGAIN.get(what, ""))
     if expected is not None and data.get("format") != expected:
-        given = data.get("format")
+        actual = data.get("format")
         raise FileFormatError(
-            f'{what} {source} has "format": {_brief(given)}, but this command needs "{expected}"',
-            f"Give a {what} file." if given is None else "Is it another kind of file, or of another version?",
+            f'{what} {source} has "format": {_brief(actual)}, but this command needs "{expected}"',
+            f"Give a {what} file." if actual is None else "Is it another kind of file, or of another version?",
         )
     try:
         # JSON mode lets lists become tuples under strict typing, and nothing else.

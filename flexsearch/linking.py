@@ -222,15 +222,15 @@ def _shared_name(owner: Inner, args: tuple[Any, ...]) -> str:
 
 def _shared_below(part: Any) -> list[Any]:
     """The shared functions that an entry calls directly or by way of what is not shared."""
-    found: list[Any] = []
+    shared: list[Any] = []
     seen = {part}
     waiting = [part]
     while waiting:
         for other in waiting.pop()._linking_libraries:
             if isinstance(other, Part) and other not in seen:
                 seen.add(other)
-                (found if other.owner.is_entry and _is_large(other) else waiting).append(other)
-    return found
+                (shared if other.owner.is_entry and _is_large(other) else waiting).append(other)
+    return shared
 
 
 class PartCompiler(_FunctionCompiler):

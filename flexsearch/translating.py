@@ -58,7 +58,7 @@ _SAME_FOR_ALL: Final = hash(Flags())
 class Resolver(TypingContext):
     """Shares all that numba knows of types, and remembers which signature of an operator fits which arguments."""
 
-    known: ClassVar[dict[Any, Any]] = {}
+    signatures: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, context: Any) -> None:
         self.__dict__ = context.__dict__
@@ -67,9 +67,9 @@ class Resolver(TypingContext):
         if not isinstance(func, types.Function | types.NumberClass) or kws:
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args)
-        if (known := self.known.get(key)) is None:
-            known = self.known[key] = super().resolve_function_type(func, args, kws)
-        return known
+        if (signature := self.signatures.get(key)) is None:
+            signature = self.signatures[key] = super().resolve_function_type(func, args, kws)
+        return signature
 
     def resolve_setitem(self, target: Any, index: Any, value: Any) -> Any:
         return self.resolve_function_type(self.resolve_value_type(operator.setitem), (target, index, value), {})
@@ -119,9 +119,9 @@ class LeanLower(Lower):
         values = [self._cast_var(side, kind) for side, kind in zip((expr.lhs, expr.rhs), signature.args, strict=True)]
         resolver = Resolver(self.context.typing_context)
         of_op = resolver.resolve_value_type(op)
-        found = resolver.resolve_function_type(of_op, signature.args, {})
-        result = self.context.get_function(of_op, found)(self.builder, values)
-        return self.context.cast(self.builder, result, found.return_type, resty)
+        resolved = resolver.resolve_function_type(of_op, signature.args, {})
+        result = self.context.get_function(of_op, resolved)(self.builder, values)
+        return self.context.cast(self.builder, result, resolved.return_type, resty)
 
     def _element(self, array: Any, index: Any) -> Any:
         """Address of one element, if that is what the index means without a look at its sign."""

@@ -323,14 +323,15 @@ def test_alternatives_take_the_time_of_a_whole_simulation(name: str) -> None:
 def test_the_best_alternative_comes_first_and_work_is_the_difference_of_sums() -> None:
     setting = Setting.of(OperatorGraph.load("alexnet"), Topology.load("ethernet-1g-4"))
     found = setting.choice(setting.baseline("data-parallel"), "classifier.fc6", most=3)
-    assert [one.best_s for one in found.found] == sorted(one.best_s for one in found.found)
+    assert [one.best_s for one in found.alternatives] == sorted(one.best_s for one in found.alternatives)
     best = found.shown[0][0]
     assert best.alternative.best_s < 0.6 * found.now_s  # fully connected layers should not be data parallel
     assert best.more.weights_s < -1.0  # as their gradients are large
     text = " ".join(str(part) for part in operator_choice(found) if isinstance(part, str))
-    assert "A better one" in text and f"{len(found.found) - sum(1 + n for _, n in found.shown)} that are worse" in text
+    worse = len(found.alternatives) - sum(1 + n for _, n in found.shown)
+    assert "A better one" in text and f"{worse} that are worse" in text
     rows = operator_data(found)["alternatives"]
-    assert len(rows) == len(found.found) and sum("more_weights_s" in row for row in rows) == 3
+    assert len(rows) == len(found.alternatives) and sum("more_weights_s" in row for row in rows) == 3
 
 
 def test_memory_of_alternatives_is_told() -> None:

@@ -126,8 +126,8 @@ def say(
         tell(_few(result))
     stdout.print(f"\nWrote {output}.", soft_wrap=True)
     tell_run(trained, output, len(result.strategy.cluster.devices))
-    if given := size.words():
-        stdout.print(f"To simulate, explain or plot it, give {given} again.", soft_wrap=True)
+    if options := size.words():
+        stdout.print(f"To simulate, explain or plot it, give {options} again.", soft_wrap=True)
 
 
 def _basis(profile: Profile | None) -> str:
@@ -174,9 +174,9 @@ def tell_run(trained: str, output: Path, ranks: int) -> None:
 def model_options(graph: str, planned: OperatorGraph, trained: tuple[str, Mapping[str, Any]] | None) -> str:
     """The options of ``run`` that name the model of a graph. ``trained``: the callable and its arguments, where the
     user has given them; else those of a shipped graph, with the batch and sequence length that were planned."""
-    if (known := trained or shipped_model(graph, planned)) is None:
+    if (call := trained or shipped_model(graph, planned)) is None:
         return "--model MODULE:CALLABLE"
-    model, arguments = known
+    model, arguments = call
     texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
     options = [
         f"--batch {text}" if name == "batch" else f"--set {shlex.quote(f'{name}={text}')}"

@@ -198,10 +198,10 @@ def _check_ranks(strategy: Path, ranks: int | None) -> int:
 
 def _check_batch(plan: Strategy, model: str, batch: Any) -> None:
     """Say that the model is fed something else than the plan was made for, before it is traced with the plan's."""
-    given = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in _tensors(batch)]
+    actual = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in _tensors(batch)]
     planned = [(spec.shape, spec.dtype) for spec in plan.inputs]
-    if given != planned:
-        ours, theirs = (", ".join(f"{dtype} {shape}" for shape, dtype in row) for row in (planned, given))
+    if actual != planned:
+        ours, theirs = (", ".join(f"{dtype} {shape}" for shape, dtype in row) for row in (planned, actual))
         raise StrategyError(
             f"this strategy was made for graph {plan.graph.name!r} with inputs and targets {ours}; {model} gives "
             f"{theirs}",

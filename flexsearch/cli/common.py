@@ -145,8 +145,8 @@ class Size(NamedTuple):
 
     def words(self) -> str:
         """The options that say it."""
-        given = (("--batch", self.batch), ("--seq", self.sequence))
-        return " ".join(f"{option} {value}" for option, value in given if value is not None)
+        options = (("--batch", self.batch), ("--seq", self.sequence))
+        return " ".join(f"{option} {value}" for option, value in options if value is not None)
 
 
 PriceOption = Annotated[
@@ -170,9 +170,9 @@ def example(graph: str | None, topology: str | None, *others: object) -> tuple[s
     return graph or DEFAULT_GRAPH, topology or DEFAULT_TOPOLOGY
 
 
-def refuse_with(search: str, **given: object) -> None:
+def refuse_with(search: str, **options: object) -> None:
     """Raise UsageError for options that say nothing about a kind of search."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             raise typer.BadParameter(f"does not go with a search {search}", param_hint=f"--{name}")
 
@@ -230,7 +230,7 @@ def _reading(data: str) -> dict[str, Any]:
     """Fields of ``topology.Reading`` from "sample-bytes=110k,prefetch=2"."""
     from flexsearch.topology import Reading
 
-    found: dict[str, Any] = {}
+    reading: dict[str, Any] = {}
     for item in data.split(","):
         key, _, text = item.strip().partition("=")
         name, match = key.replace("-", "_"), re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([kMG]?)", text)
@@ -238,8 +238,8 @@ def _reading(data: str) -> dict[str, Any]:
             keys = ", ".join(field.replace("_", "-") for field in Reading.model_fields)
             raise typer.BadParameter(f'"{item}" is not KEY=NUMBER with a KEY of {keys}', param_hint="--data")
         number = float(match[1]) * _COUNTS.get(match[2], 1)
-        found[name] = int(number) if name in ("prefetch", "samples") and number.is_integer() else number
-    return found
+        reading[name] = int(number) if name in ("prefetch", "samples") and number.is_integer() else number
+    return reading
 
 
 def load_strategy(path: Path, setting: Setting, staged: bool = False) -> Strategy:
@@ -315,11 +315,11 @@ def file_of(model: str) -> str:
     return place if place.endswith(".py") else f"{place.replace('.', '/')}.py"
 
 
-def settings(given: list[str]) -> dict[str, Any]:
+def settings(options: list[str]) -> dict[str, Any]:
     """``key=value`` options as keyword arguments: integers, numbers, true/false/none and lists by their JSON, else
     text."""
     values: dict[str, Any] = {}
-    for item in given:
+    for item in options:
         key, equals, text = item.partition("=")
         if not equals or not key.isidentifier():
             raise typer.BadParameter(f'"{item}" is not of the form key=value', param_hint="--set")

@@ -105,11 +105,11 @@ def diff(
 
     (first, second), setting = _two(a, b, graph, profile, Size(batch, seq))
     with Live(compiling()):
-        found = setting.difference(first, second, (str(a), str(b)))
-        if isinstance(found, LayoutComparison):
-            data, parts = layout_comparison_data(setting.graph, found), layout_comparison(found)
+        difference = setting.difference(first, second, (str(a), str(b)))
+        if isinstance(difference, LayoutComparison):
+            data, parts = layout_comparison_data(setting.graph, difference), layout_comparison(difference)
         else:
-            data, parts = comparison_data(found), comparison(found)
+            data, parts = comparison_data(difference), comparison(difference)
         one, other = (setting.step(plan).estimate for plan in (first, second))
     data |= {"intervals_s": [one.interval_s, other.interval_s], "apart_s": one.apart(other)}
 
@@ -130,13 +130,13 @@ def _explain_operator(setting: Setting, plan: Strategy, operator: str, most: int
     from flexsearch.report.choices import operator_choice, operator_data
 
     with Live(compiling()):
-        found = setting.choice(plan, operator, most)
+        choice = setting.choice(plan, operator, most)
 
     def say() -> None:
         tell(headline(setting), indent=2)
-        _print(operator_choice(found))
+        _print(operator_choice(choice))
 
-    show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(found), say)
+    show(as_json, {"graph": setting.graph.name, "topology": setting.topology.name} | operator_data(choice), say)
 
 
 def _two(
@@ -152,24 +152,24 @@ def _two(
                 f"{path} is neither a strategy file nor a baseline", f"The baselines are: {', '.join(NAMES)}."
             )
     loaded = [None if not path.exists() and str(path) in NAMES else _load(path) for path in (a, b)]
-    known = next((plan for plan in loaded if plan is not None), None)
-    if known is None:
+    strategy = next((plan for plan in loaded if plan is not None), None)
+    if strategy is None:
         raise StrategyError(
             f"{a} and {b} are baselines; at least one of the two must be a strategy file",
             "`flexsearch compare` shows all baselines.",
         )
     for what in ("graph", "topology"):
-        first, second = (getattr(plan or known, what) for plan in loaded)
+        first, second = (getattr(plan or strategy, what) for plan in loaded)
         if first.hash != second.hash:
             raise StrategyError(
                 f"{a} was made for {what} {first.name!r} ({first.hash}), {b} for {second.name!r} ({second.hash})",
                 f"Only plans for the same {what} can be compared.",
             )
     path = a if loaded[0] is not None else b
-    setting = setting_of(path, known, graph, None, profile, size, "--graph GRAPH")
+    setting = setting_of(path, strategy, graph, None, profile, size, "--graph GRAPH")
     with Live(compiling()):  # the best bucket size of a baseline is found by simulating it
         first, second = (
-            plan or setting.baseline(str(path), known.options) for plan, path in zip(loaded, (a, b), strict=True)
+            plan or setting.baseline(str(path), strategy.options) for plan, path in zip(loaded, (a, b), strict=True)
         )
     return (first, second), setting
 
@@ -188,7 +188,7 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
     tell(headline(setting), indent=2)
     iteration_s = row.simulation.makespan_s
     rate = f"{digits(setting.graph.batch / iteration_s)} samples/s" if iteration_s else ""
-    known, same = plan.prediction, setting.name_of(plan)
+    prediction, same = plan.prediction, setting.name_of(plan)
     against = ""
     if iteration_s and plan.is_plain:
         words = ("data parallel", "one device")
@@ -202,9 +202,9 @@ def _headline(setting: Setting, path: Path, plan: Strategy, row: PlanRow) -> Non
     for device, missing in row.shortfall[:1]:
         name = setting.topology.devices[device].name
         stdout.print(f"It does not fit into memory: {nbytes(missing)} short on {name}", soft_wrap=True)
-    if known is not None and abs(known.iteration_s - iteration_s) > 1e-3 * iteration_s:
+    if prediction is not None and abs(prediction.iteration_s - iteration_s) > 1e-3 * iteration_s:
         stdout.print(
-            f"The file says {seconds(known.iteration_s)}: it was made with other costs"
+            f"The file says {seconds(prediction.iteration_s)}: it was made with other costs"
             + (" (with a profile? Give it with --profile)" if setting.costs.profile is None else ""),
             soft_wrap=True,
         )  # fmt: skip

@@ -18,9 +18,9 @@ from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.pipedream import read_pipedream
 
 
-def check_options(given: Mapping[str, object]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Raise UsageError if an option was given that only models have."""
-    for option, value in given.items():
+    for option, value in options.items():
         if value:
             raise typer.BadParameter("a file of measured layers has no such choice; leave it out", param_hint=option)
 

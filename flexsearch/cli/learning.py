@@ -61,21 +61,21 @@ class Learning:
 
 
 def taught(
-    path: Path, known: Profile | None, topology: Topology, simulated_network: bool, teach: Callable[[Profile], Lesson]
+    path: Path, profile: Profile | None, topology: Topology, simulated_network: bool, teach: Callable[[Profile], Lesson]
 ) -> Learning:
-    """What ``teach`` makes of the profile at ``path`` as it is ``known`` (None: it is new); the file is written if it
+    """What ``teach`` makes of the ``profile`` at ``path`` as it is (None: it is new); the file is written if it
     changes. ``simulated_network``: the ranks were processes of one machine, whatever the topology says."""
     from flexsearch.errors import ProfileError
 
     if simulated_network and len(topology.hosts) > 1:
         return Learning(path, None, f"the processes ran without the network of {topology.name}")
     try:
-        known = known or new_profile(topology)
-        lesson = teach(known)
+        profile = profile or new_profile(topology)
+        lesson = teach(profile)
     except ProfileError as error:
         return Learning(path, None, error.message)
     if lesson.changed:
-        known.model_copy(update={"learned": lesson.learned}).save(path)
+        profile.model_copy(update={"learned": lesson.learned}).save(path)
     return Learning(path, lesson)
 
 

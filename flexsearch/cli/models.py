@@ -45,9 +45,9 @@ FormatOption = Annotated[
 ]
 
 
-def keywords(batch: int | None, given: list[str] | None) -> dict[str, Any]:
+def keywords(batch: int | None, options: list[str] | None) -> dict[str, Any]:
     """Keyword arguments for the callable."""
-    return ({} if batch is None else {"batch": batch}) | settings(given or [])
+    return ({} if batch is None else {"batch": batch}) | settings(options or [])
 
 
 def import_(
@@ -187,7 +187,7 @@ def profile(
     from flexsearch.setting import parse_budget
 
     loaded = common.Size(batch, seq).load(graph)
-    known = Profile.load(extend) if extend is not None else None
+    earlier = Profile.load(extend) if extend is not None else None
     budget_s = parse_budget(budget)[0] if budget is not None else None
     if budget is not None and budget_s is None:
         raise typer.BadParameter(f'"{budget}" is not a time such as 90s or 10m', param_hint="--budget")
@@ -196,12 +196,12 @@ def profile(
 
     with Live("measuring") as live:
         measured = profile_graph(
-            loaded, device=device, threads=threads, max_parts=max_parts, known=known, repeats=repeats,
+            loaded, device=device, threads=threads, max_parts=max_parts, known=earlier, repeats=repeats,
             budget_s=budget_s, busy_neighbours=busy_neighbours, precision=precision,
             progress=lambda done, total: live.show("measuring", done, total, f"{done} of {total} pieces"),
         )  # fmt: skip
     measured.save(output)
-    old = len(known.entries) if known is not None else 0
+    old = len(earlier.entries) if earlier is not None else 0
     _show_profile(measured, old, loaded.name, output, _next(graph, output, precision), as_json)
 
 

@@ -55,9 +55,9 @@ def optimize(options: OptimizeOptions) -> None:
     graph, topology = example(options.graph, options.topology, options.resume, options.profile, options.pin)
     allow = _refuse_early(options, graph, topology)
     learns = options.profile if options.verify is not None else None
-    known = None if learns is not None and not learns.exists() else options.profile
+    profile = None if learns is not None and not learns.exists() else options.profile
     setting = load_setting(
-        graph, topology, known, options.size, options.reads, options.code, options.precision == "tf32"
+        graph, topology, profile, options.size, options.reads, options.code, options.precision == "tf32"
     )
     kind = _Kind.of(options, setting.graph)
     kind.refuse_others(options)
@@ -272,6 +272,6 @@ def _draw(path: Path, setting: Setting, result: SearchResult) -> None:
     from flexsearch.report.plots import chains, rendered
 
     trails = [(trail.phase, trail.points) for trail in result.trails]
-    best = [(found.proposal, found.time_s) for found in result.history]
+    best = [(improvement.proposal, improvement.time_s) for improvement in result.history]
     figure = chains(trails, best, result.bound_s, f"{setting.graph.name} on {setting.topology.name}")
     write(path, rendered(figure, path.suffix.removeprefix(".")))

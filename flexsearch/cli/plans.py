@@ -136,26 +136,26 @@ def compare(options: CompareOptions) -> None:
     path, save, strategies = options.path, options.save, options.strategy or []
     setting = _compared_setting(options)
     check_outputs({"--output": path}, options.graph, options.topology, options.profile, *strategies)
-    given = {str(path): load_strategy(path, setting, staged=True) for path in strategies}
-    if not all(plan.is_plain for plan in given.values()):
+    loaded = {str(path): load_strategy(path, setting, staged=True) for path in strategies}
+    if not all(plan.is_plain for plan in loaded.values()):
         if save is not None:
             raise typer.BadParameter(
                 "compare plans with stages or microbatches without it; they have no baselines in this table",
                 param_hint="--save",
             )
-        compare_staged(setting, given, options.as_json)
+        compare_staged(setting, loaded, options.as_json)
         return
-    step = next(iter(given.values())).options if given else make_options(
+    step = next(iter(loaded.values())).options if loaded else make_options(
         options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
     )  # fmt: skip
     with Live(compiling()):
-        known = setting.baselines(step)
-        if save is not None and save not in known:
+        baselines = setting.baselines(step)
+        if save is not None and save not in baselines:
             setting.baseline(save, step)  # says why it does not apply
-        rows = [setting.named_row(name, s) for name, s in given.items()]
-        others = [setting.row(name, s) for name, s in known.items()]
+        rows = [setting.named_row(name, s) for name, s in loaded.items()]
+        others = [setting.row(name, s) for name, s in baselines.items()]
     if save is not None and path is not None:
-        setting.with_prediction(known[save]).save(path)
+        setting.with_prediction(baselines[save]).save(path)
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name,
         "plans": plan_rows(in_order(rows, others)),

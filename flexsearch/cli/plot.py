@@ -96,12 +96,12 @@ def plot(
     write(output, content)
     from flexsearch.simulate import makespan
 
-    known = drawing.data_parallel
+    data_parallel = drawing.data_parallel
     data = {
         "graph": setting.graph.name, "topology": setting.topology.name, "strategy": str(strategy),
         "plan": drawing.baseline or "found", "path": str(output), "drawn": list(chosen),
         "iteration_s": makespan(drawing.lowered),
-        "data_parallel_s": known.simulation.makespan_s if known is not None else None,
+        "data_parallel_s": data_parallel.simulation.makespan_s if data_parallel is not None else None,
     }  # fmt: skip
     show(as_json, data, lambda: stdout.print(f"Wrote {output}.", soft_wrap=True))
 
@@ -190,8 +190,8 @@ class _Drawing:
 
         if not self.strategy.is_plain:
             return [self.plan]
-        known = self.setting.baselines(self.strategy.options)
-        rows = [self.setting.row(name, plan) for name, plan in known.items() if name != self.baseline]
+        baselines = self.setting.baselines(self.strategy.options)
+        rows = [self.setting.row(name, plan) for name, plan in baselines.items() if name != self.baseline]
         return by_time([self.plan, *rows])
 
     def page(self, chosen: tuple[What, ...]) -> str:

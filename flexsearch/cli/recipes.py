@@ -107,12 +107,12 @@ def beside(
     from flexsearch.strategy import Prediction
 
     with Live("recipes") as live:
-        found = best_allowed(
+        allowed = best_allowed(
             setting.graph, setting.topology, setting.costs, plans, allow,
             lambda done, total: live.show("recipes", done, total, f"{done} of {total} plans"),
         )  # fmt: skip
     exact, lossy = (
-        next((one for one in found if one.lowered.recipe_groups[0].recipe.lossy == changed), None)
+        next((one for one in allowed if one.lowered.recipe_groups[0].recipe.lossy == changed), None)
         for changed in (False, True)
     )
     path = output.with_suffix(f".allowed{output.suffix}")

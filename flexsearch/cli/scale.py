@@ -123,7 +123,7 @@ def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, l
 
     from flexsearch.setting import parse_budget
 
-    found: dict[Kind, list[ScalingPoint]] = {kind: [] for kind in kinds}
+    points: dict[Kind, list[ScalingPoint]] = {kind: [] for kind in kinds}
     each = parse_budget(scaler.budget)
     with Live(compiling(), each[0] or each[1]) as live:
 
@@ -134,14 +134,14 @@ def _collect(scaler: Scaler, most: int, kinds: tuple[Kind, ...]) -> dict[Kind, l
 
         try:
             for kind, point in replace(scaler, on_progress=report).points(most, kinds):
-                found[kind].append(point)
+                points[kind].append(point)
                 signals.current.graceful = True  # there is a row
         except KeyboardInterrupt:
             pass
     signals.current.hold()
-    if not any(found.values()):
+    if not any(points.values()):
         raise KeyboardInterrupt
-    return found
+    return points
 
 
 def _curves(points: dict[Kind, list[ScalingPoint]], graph: OperatorGraph, price: Price | None) -> list[Scaling]:
@@ -149,7 +149,7 @@ def _curves(points: dict[Kind, list[ScalingPoint]], graph: OperatorGraph, price:
     from flexsearch.report.scaling import Scaling
 
     length = sequence_length(graph)
-    return [Scaling(kind, tuple(found), length, price=price) for kind, found in points.items()]
+    return [Scaling(kind, tuple(curve), length, price=price) for kind, curve in points.items()]
 
 
 def _draw(path: Path, curves: list[Scaling], graph: OperatorGraph, sizes: Sizes) -> None:

@@ -150,14 +150,14 @@ class Verification:
 
         topology = setting.topology
 
-        def teach(known: Profile) -> Lesson:
+        def teach(profile: Profile) -> Lesson:
             def predict(learned: Learned, number: int) -> float:
-                corrected = known.model_copy(update={"learned": learned})
+                corrected = profile.model_copy(update={"learned": learned})
                 return step_of_strategy(setting.graph, plans[rows[number].name], corrected).makespan_s
 
             with Live(f"learning from {len(rows)} plans", None):
                 return learn(
-                    predict, [row.measured_s for row in rows], known.learned or Learned(), topology.name,
+                    predict, [row.measured_s for row in rows], profile.learned or Learned(), topology.name,
                     max(device.overhead_s for device in topology.devices), topology.communication.overhead_s,
                 )  # fmt: skip
 
@@ -213,7 +213,7 @@ def is_follower() -> bool:
 
 
 def verification(
-    count: int | None, steps: int, graph: str, topology: str, model: str | None, given: list[str] | None,
+    count: int | None, steps: int, graph: str, topology: str, model: str | None, options: list[str] | None,
     planned: OperatorGraph, budget: str, profile: Path | None,
 ) -> Verification | None:  # fmt: skip
     """What is to be verified; None: nothing. ``budget``: of the search; ``profile``: that learns. Raises UsageError
@@ -221,15 +221,15 @@ def verification(
     from flexsearch.setting import parse_budget
 
     if count is None:
-        if model is not None or given:
+        if model is not None or options:
             raise UsageError("--model and --set go with --verify", "Give --verify K, or leave them out.")
         return None
-    arguments: dict[str, Any] = settings(given or [])
-    own = model is not None or bool(given)
+    arguments: dict[str, Any] = settings(options or [])
+    own = model is not None or bool(options)
     if model is None:
-        if (known := shipped_model(graph, planned)) is None:
+        if (shipped := shipped_model(graph, planned)) is None:
             raise UsageError(f"--verify trains the model, which {graph} does not hold", "Give --model MODULE:CALLABLE.")
-        model, sizes = known
+        model, sizes = shipped
         arguments = sizes | arguments
     wait_s = START_S + 2.0 * (parse_budget(budget)[0] or 0.0)
     return Verification(count, steps, topology, model, arguments, wait_s, profile, own)

@@ -185,47 +185,47 @@ def _changed(now: Topology, options: WhatIfOptions) -> tuple[Topology, str]:
             raise typer.BadParameter(f"the figures of {cluster.name} are of {code} code already", param_hint="--code")
         cluster = with_code(cluster, code)
         words.append("steps captured as graphs" if code == "captured" else f"{code} code")
-    for option, given in ((_with_memory, options.memory), *((_with_links, one) for one in network)):
-        if given is not None:
-            cluster, said = option(cluster, given)
+    for option, change in ((_with_memory, options.memory), *((_with_links, one) for one in network)):
+        if change is not None:
+            cluster, said = option(cluster, change)
             words.append(said)
     text = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     return (cluster if topology is not None else edited(cluster, name=f"{now.name} with {text}")), text
 
 
-def _with_device(cluster: Topology, given: str) -> tuple[Topology, str]:
+def _with_device(cluster: Topology, text: str) -> tuple[Topology, str]:
     from flexsearch.topology.changes import device_named, with_device, with_speed
 
-    if (factor := _factor(given, "--device")) is not None:
+    if (factor := _factor(text, "--device")) is not None:
         return with_speed(cluster, factor), f"devices {factor:g}x as fast"
-    device = device_named(given)
+    device = device_named(text)
     return with_device(cluster, device), f"{device.model} devices"
 
 
-def _with_memory(cluster: Topology, given: str) -> tuple[Topology, str]:
+def _with_memory(cluster: Topology, text: str) -> tuple[Topology, str]:
     from flexsearch.topology.changes import with_memory
 
-    if (factor := _factor(given, "--memory")) is not None:
+    if (factor := _factor(text, "--memory")) is not None:
         return with_memory(cluster, factor=factor), f"{factor:g}x the memory"
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", given)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]i?B)", text)
     if match is None or match[2] not in _UNITS:
         raise typer.BadParameter(
-            f'"{given}" is not a size of memory; give a factor such as 2x, or a size such as 80GB',
+            f'"{text}" is not a size of memory; give a factor such as 2x, or a size such as 80GB',
             param_hint="--memory",
         )
     if (nbytes := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise typer.BadParameter(f'"{given}" leaves nothing; give a size above 0, as 80GB', param_hint="--memory")
-    return with_memory(cluster, nbytes=nbytes), f"{given} of memory on each device"
+        raise typer.BadParameter(f'"{text}" leaves nothing; give a size above 0, as 80GB', param_hint="--memory")
+    return with_memory(cluster, nbytes=nbytes), f"{text} of memory on each device"
 
 
-def _with_links(cluster: Topology, given: str) -> tuple[Topology, str]:
+def _with_links(cluster: Topology, text: str) -> tuple[Topology, str]:
     """All links, or the classes of links (as ``explain`` names them) that a name or pattern fits."""
     from flexsearch.simulate.whatif import link_classes
     from flexsearch.topology.changes import with_links
 
-    name, _, number = given.rpartition("=")
+    name, _, number = text.rpartition("=")
     if (factor := _factor(number, "--network")) is None:
-        raise typer.BadParameter(f'"{given}" is not a factor; give one such as 2x, or LINKS=2x', param_hint="--network")
+        raise typer.BadParameter(f'"{text}" is not a factor; give one such as 2x, or LINKS=2x', param_hint="--network")
     classes = link_classes(cluster)
     if not name:
         if not classes:
@@ -233,8 +233,8 @@ def _with_links(cluster: Topology, given: str) -> tuple[Topology, str]:
         return with_links(cluster, factor), f"links {factor:g}x as fast"
     chosen = [links for links in classes if name in links.name or fnmatchcase(links.name, name)]
     if not chosen:
-        known = "; ".join(links.name for links in classes)
-        raise typer.BadParameter(f'no links are called "{name}"; there are: {known}', param_hint="--network")
+        names = "; ".join(links.name for links in classes)
+        raise typer.BadParameter(f'no links are called "{name}"; there are: {names}', param_hint="--network")
     resources = [resource for links in chosen for resource in links.resources]
     return with_links(cluster, factor, resources), f"{', '.join(c.name for c in chosen)} {factor:g}x as fast"
 

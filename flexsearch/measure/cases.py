@@ -40,11 +40,11 @@ class Case:
     precise: bool = False
 
 
-def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset()) -> list[list[Case]]:
+def plan(graph: OperatorGraph, max_parts: int, measured: frozenset[str] = frozenset()) -> list[list[Case]]:
     """Rounds of cases in the graph's order, each with at most one piece of each operator, and each piece in one round.
 
-    The first round is the whole graph as far as it is not known. Operators of one form stand in a round with the same
-    piece: it is measured at all their places, as far as the pieces before it leave anything of the caches.
+    The first round is the whole graph as far as it is not measured. Operators of one form stand in a round with the
+    same piece: it is measured at all their places, as far as the pieces before it leave anything of the caches.
     """
     owner: dict[str, str] = {}
     columns: list[list[Case]] = []
@@ -53,8 +53,8 @@ def plan(graph: OperatorGraph, max_parts: int, known: frozenset[str] = frozenset
         costed = Costed.of(graph, index)
         whole = costed.signature(costed.op.sizes)
         flags = tuple(name in pictures for name in costed.op.inputs)
-        made = _cases(costed, flags, max_parts, isinstance(graph, PreciseGraph))
-        cases = [case for case in made if case.key not in known]
+        pieces = _cases(costed, flags, max_parts, isinstance(graph, PreciseGraph))
+        cases = [case for case in pieces if case.key not in measured]
         columns.append([case for case in cases if owner.setdefault(case.key, whole) == whole])
     return [_within_caches([case for case in row if case is not None]) for row in itertools.zip_longest(*columns)]
 
@@ -110,7 +110,7 @@ def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int, precise: boo
     inputs = tuple(t.shape for t in costed.inputs)
     outputs = [t.shape for t in costed.outputs]
     whole = make_piece(op, {axis: (0, size) for axis, size in op.sizes.items()}, inputs, outputs)
-    found: dict[str, Case] = {}
+    cases: dict[str, Case] = {}
     for degrees in sorted(_degrees(op, max_parts), key=lambda degrees: _rareness(op, degrees)):
         # Of parts that differ by one, the first is the smallest and the last the largest.
         ends = [
@@ -121,10 +121,10 @@ def _cases(costed: Costed, flags: tuple[bool, ...], max_parts: int, precise: boo
             axes = dict(zip(op.sizes, intervals, strict=True))
             extents = {axis: high - low for axis, (low, high) in axes.items()}
             key = costed.signature(extents)
-            if key not in found:
+            if key not in cases:
                 piece = make_piece(op, axes, inputs, outputs)
-                found[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags, precise)
-    return list(found.values())
+                cases[key] = Case(key, costed, extents, piece, inputs, _held(piece, whole, inputs), flags, precise)
+    return list(cases.values())
 
 
 def _rareness(op: Operator, degrees: Mapping[str, int]) -> tuple[int, bool, bool, int]:

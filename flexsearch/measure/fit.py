@@ -102,17 +102,17 @@ def fit(measured: Measured, name: str, source: str) -> Topology:
         name=name, devices=devices, switches=switches, links=links, communication=communication, source=source,
         sources=sources,
     )  # fmt: skip
-    factors = {form: _factor(ideal, form, found) for form, found in measured.forms.items()}
+    factors = {form: _factor(ideal, form, time) for form, time in measured.forms.items()}
     if not factors:  # a single rank has nobody to talk to: the backend's usual figures
         return ideal.model_copy(update={"communication": Communication(backend=measured.backend)})
     # Ranks did nothing else while they were measured; a step's communications stand between computations.
     idle_s = Pricing(ideal).all_reduce(range(len(devices)), PAUSE_BYTES).duration_s
     pause = max(0.0, measured.pause_s - idle_s)
-    by_form = {form: _cpu_s_per_byte(form, len(devices), found, sharing) for form, found in measured.forms.items()}
+    by_form = {form: _cpu_s_per_byte(form, len(devices), time, sharing) for form, time in measured.forms.items()}
     figures = {
         "factors": factors, "overhead_s": overhead + pause, "cpu_s_per_byte": by_form.pop("exchange", 0.0),
         "cpu_by_form": {form: seconds for form, seconds in by_form.items() if seconds},
-        "busy_factor": max([1.0, *(found.busy_s / found.seconds for found in measured.forms.values())]),
+        "busy_factor": max([1.0, *(time.busy_s / time.seconds for time in measured.forms.values())]),
         "pack_s_per_byte": _pack_s_per_byte(measured.forms, sharing),
         "tensor_by_form": {form: sharing * seconds for form, seconds in measured.tensor_s.items()},
     }  # fmt: skip
@@ -172,8 +172,8 @@ def _overhead(measured: Measured) -> float:
         return 0.0
     one, ring = max(measured.latency_s.values()), measured.small_all_reduce_s
     steps = 2 * (len(measured.facts) - 1)
-    known = (steps * one - ring) / (steps - 1)
-    return min(max(known, 0.0), 0.9 * min(measured.latency_s.values()))
+    start_s = (steps * one - ring) / (steps - 1)
+    return min(max(start_s, 0.0), 0.9 * min(measured.latency_s.values()))
 
 
 def _devices(measured: Measured) -> tuple[Device, ...]:
@@ -181,11 +181,11 @@ def _devices(measured: Measured) -> tuple[Device, ...]:
     names, shared, number = place_names(facts), processors(facts), Counter[str]()
     users = Counter(shared)
     on_machine = Counter(fact.machine for fact in facts if fact.kind == "cpu")
-    made = []
+    devices = []
     for rank, fact in enumerate(facts):
         compute = _alike(measured, rank)
         place = names[fact.place]
-        made.append(
+        devices.append(
             Device(
                 name=f"{place}/{fact.kind}{number[fact.place]}",
                 kind="cuda" if fact.kind == "cuda" else "cpu",
@@ -201,7 +201,7 @@ def _devices(measured: Measured) -> tuple[Device, ...]:
             )
         )
         number[fact.place] += 1
-    return tuple(made)
+    return tuple(devices)
 
 
 def _alike(measured: Measured, rank: int) -> Compute:
@@ -235,9 +235,9 @@ def _wiring(measured: Measured, names: Sequence[str], overhead: float) -> tuple[
         if len(ranks) > 1:
             inside = {pair: b for pair, b in measured.bandwidth.items() if set(pair) <= set(ranks)}
             bus = f"{readable[place]}/bus"
-            made = _inside(measured, inside, [names[r] for r in ranks], names, bus, overhead)
-            links += made
-            switches += [bus] if any(bus in (link.a, link.b) for link in made) else []
+            inner = _inside(measured, inside, [names[r] for r in ranks], names, bus, overhead)
+            links += inner
+            switches += [bus] if any(bus in (link.a, link.b) for link in inner) else []
         one = _speed(outside.values(), across.values())
         if len(places) > 1 and len(ranks) == 1:
             links.append(Link(a=names[ranks[0]], b="switch", bandwidth=one, latency_s=latency))
@@ -281,30 +281,30 @@ def _hop(measured: Measured, pairs: Mapping[Pair, float], overhead: float) -> fl
     return max(0.0, median(measured.latency_s[pair] for pair in pairs) - overhead) / 2 if pairs else 0.0
 
 
-def _cpu_s_per_byte(form: str, ranks: int, found: FormTime, sharing: float) -> float:
+def _cpu_s_per_byte(form: str, ranks: int, time: FormTime, sharing: float) -> float:
     """Computing time that each byte takes which a rank sends or receives, s. Ranks that share a processor are late by
     what all of them lose."""
-    moves = messages(form, ranks, found.nbytes)
+    moves = messages(form, ranks, time.nbytes)
     # An all-reduce goes round a ring twice, n - 1 steps each, with an nth of the bytes.
-    moved = 4 * (ranks - 1) / ranks * found.nbytes if form == "all_reduce" else 2 * sum(n for _, _, n in moves) / ranks
-    return (found.lost_s / sharing + found.copying_s) / moved
+    moved = 4 * (ranks - 1) / ranks * time.nbytes if form == "all_reduce" else 2 * sum(n for _, _, n in moves) / ranks
+    return (time.lost_s / sharing + time.copying_s) / moved
 
 
 def _pack_s_per_byte(forms: Mapping[str, FormTime], sharing: float) -> float:
     """Time until what a rank adds to an all-reduce is put together, for each byte of it, s. Those that share a
     processor do it at the same time."""
-    found = forms.get("all_reduce")
-    return 0.0 if found is None else sharing * found.packing_s / found.nbytes
+    time = forms.get("all_reduce")
+    return 0.0 if time is None else sharing * time.packing_s / time.nbytes
 
 
-def _factor(ideal: Topology, form: str, found: FormTime) -> float:
+def _factor(ideal: Topology, form: str, time: FormTime) -> float:
     """Measured time over ideal, of the part that grows with the bytes."""
     ranks, pricing = range(len(ideal.devices)), Pricing(ideal)
-    moves = messages(form, len(ranks), found.nbytes)
+    moves = messages(form, len(ranks), time.nbytes)
     if pricing.by_group(form):
-        nbytes = found.nbytes if form == "all_reduce" else sum(n for _, _, n in moves)
+        nbytes = time.nbytes if form == "all_reduce" else sum(n for _, _, n in moves)
         cost = pricing.collective(form, ranks, nbytes)
     else:
         cost = pricing.transfer(form, moves)
     moving = max(seconds for _, seconds in cost.links)
-    return max(0.1, (found.seconds - (cost.duration_s - moving)) / moving)
+    return max(0.1, (time.seconds - (cost.duration_s - moving)) / moving)

@@ -143,8 +143,8 @@ class _Probe:
 
     def run(self, name: str) -> Topology:
         """Measure everything and fit it."""
-        found = self.gather(facts(self.transfers.device))
-        compute = self.measure_compute(found)
+        all_facts = self.gather(facts(self.transfers.device))
+        compute = self.measure_compute(all_facts)
         latency: dict[Pair, float] = {}
         bandwidth: dict[Pair, float] = {}
         together: dict[str, float] = {}
@@ -152,26 +152,26 @@ class _Probe:
         ring = pause = overlapped = 0.0
         if self.size > 1:
             self.transfers.all_reduce(8)  # connections are made on first use
-            for pairs in schedule([f.place for f in found], self.effort.pairs):
+            for pairs in schedule([f.place for f in all_facts], self.effort.pairs):
                 latency |= self.pair_latency(pairs)
                 bandwidth |= self.pair_bandwidth(pairs)
-            together = self.all_places(found, bandwidth)
+            together = self.all_places(all_facts, bandwidth)
             ring = _undisturbed([self.transfers.all_reduce(8) for _ in range(20)])
             pause, overlapped = self.pause() if self.backend == "gloo" else (0.0, 0.0)
-            forms = {form: self.form(form, found, min(bandwidth.values())) for form in FORMS}
+            forms = {form: self.form(form, all_facts, min(bandwidth.values())) for form in FORMS}
         tensor_s = self.tensors() if self.size > 1 and self.backend == "gloo" else {}
         measured = Measured(
-            self.backend, found, compute, latency, bandwidth, together, ring, pause, overlapped, forms, tensor_s
+            self.backend, all_facts, compute, latency, bandwidth, together, ring, pause, overlapped, forms, tensor_s
         )
         boxed = [fit(measured, name, _source(measured)).model_dump_json() if self.rank == 0 else None]
         dist.broadcast_object_list(boxed, 0, group=self.transfers.control)
         assert boxed[0] is not None
         return Topology.model_validate_json(boxed[0])
 
-    def measure_compute(self, found: Sequence[Facts]) -> list[Compute]:
+    def measure_compute(self, all_facts: Sequence[Facts]) -> list[Compute]:
         """Each device alone on its processor, as the simulator takes it, but beside the other processors of its
         machine, as it will work."""
-        shared = processors(found)
+        shared = processors(all_facts)
         turn = [shared[:rank].count(shared[rank]) for rank in range(self.size)]
         mine: Compute | None = None
         for t in range(max(turn) + 1):
@@ -214,14 +214,14 @@ class _Probe:
             result[pair] = min(max(slope, 0.95 * mean), 1.05 * mean)
         return result
 
-    def all_places(self, found: Sequence[Facts], bandwidth: Mapping[Pair, float]) -> dict[str, float]:
+    def all_places(self, all_facts: Sequence[Facts], bandwidth: Mapping[Pair, float]) -> dict[str, float]:
         """B/s out of each place of several ranks while each of its ranks sends to the next place."""
         places: dict[str, list[int]] = {}
-        for rank, fact in enumerate(found):
+        for rank, fact in enumerate(all_facts):
             places.setdefault(fact.place, []).append(rank)
         if len(places) < 2 or len(places) == self.size:
             return {}
-        across = min(b for (i, j), b in bandwidth.items() if found[i].place != found[j].place)
+        across = min(b for (i, j), b in bandwidth.items() if all_facts[i].place != all_facts[j].place)
         nbytes = _size(across * self.effort.transfer_s / max(map(len, places.values())), MOST[self.backend])
         order = list(places.values())
         moves = [
@@ -238,13 +238,13 @@ class _Probe:
             if len(ranks) > 1
         }
 
-    def form(self, form: str, found: Sequence[Facts], slowest: float) -> FormTime:
+    def form(self, form: str, all_facts: Sequence[Facts], slowest: float) -> FormTime:
         """Time of one form of communication among all ranks, as the runtime carries it out."""
         wanted = slowest * self.effort.transfer_s
         if form == "all_reduce":
             nbytes = _size(wanted / 2, min(64, MOST[self.backend]))
             return self.timed(nbytes, lambda meanwhile: self.transfers.all_reduce(nbytes, True, meanwhile))
-        crowd = [f.place for f in found]
+        crowd = [f.place for f in all_facts]
         crossing = max(max(n * (self.size - n) for n in map(crowd.count, crowd)), self.size - 1)
         nbytes = _size(wanted / (1 if form == "exchange" else crossing), MOST[self.backend] / (self.size - 1))
         if form in ONE_CALL[self.backend]:

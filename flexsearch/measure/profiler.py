@@ -56,9 +56,9 @@ def profile_graph(
     for option, value in (("threads", threads), ("max_parts", max_parts), ("repeats", repeats)):
         if value < 1:
             raise ProfileError(f"{option} is {value}", "Give at least 1.")
-    if given := next((op.name for op in graph.operators if op.kind == "given"), None):
+    if name := next((op.name for op in graph.operators if op.kind == "given"), None):
         raise ProfileError(
-            f"the graph has no operators to measure: {given!r} is a time and bytes that a profile gave",
+            f"the graph has no operators to measure: {name!r} is a time and bytes that a profile gave",
             "Such a graph is planned as it is. Import the PyTorch model itself to measure it.",
         )
     here, graph = _device(device, threads), with_precision(graph, precision)

@@ -122,8 +122,8 @@ class Run:
         op, context = case.costed.op, KernelContext(device=numbers.device)
         self._kernel = normalising(op, case.extents, build_kernel(op, case.piece, case.shapes, context))
         if case.precise:
-            given, types = ([dtype_of(t.dtype) for t in x] for x in (case.costed.inputs, case.costed.outputs))
-            self._kernel = in_types(self._kernel, given, types)
+            input_types, types = ([dtype_of(t.dtype) for t in x] for x in (case.costed.inputs, case.costed.outputs))
+            self._kernel = in_types(self._kernel, input_types, types)
         self._cuts = [_cut(held, read) for held, read in zip(case.held, case.piece.inputs, strict=True)]
         self._inputs = [self._input(i, box) for i, box in enumerate(case.held)]
         self._operands: list[Tensor | None] = []

@@ -16,24 +16,24 @@ from flexsearch.simulate.effects import Alternative, Weighed
 
 @dataclass(frozen=True)
 class OperatorChoice:
-    """Why an operator is as it is. ``found``: all its alternatives, the best first. ``shown``: those in the table, each
+    """Why an operator is as it is. ``alternatives``: all, the best first. ``shown``: those in the table, each
     with how many others do the same at the same cost on other devices. ``follow``: what follows it."""
 
     lowered: Lowered
     operator: int
     now_s: float
     loads: Loads
-    found: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...]
     shown: tuple[tuple[Weighed, int], ...]
     follow: tuple[int, ...]
     follows: int | None
     """The operator that this one follows, if any."""
 
 
-def alike(found: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
+def alike(alternatives: Sequence[Alternative]) -> list[tuple[Alternative, int]]:
     """Alternatives in order, those that differ in their devices only and cost the same as one, with how many more."""
     rows: dict[tuple[object, ...], list[Alternative]] = {}
-    for one in found:
+    for one in alternatives:
         config = one.config
         key = (
             config.degrees, config.shares, config.replicas, config.sharding,
@@ -65,11 +65,11 @@ def operator_choice(choice: OperatorChoice) -> Iterator[Told]:
 
 
 def _alternatives(choice: OperatorChoice) -> Iterator[Told]:
-    if not choice.found:
+    if not choice.alternatives:
         yield "There is no other config to try."
         return
     times = [("alone", None), ("with\nfollowers", None)][: 1 + bool(choice.follow)]
-    made = table(("instead", 16), *times, ("compute", None), ("activations", None), ("weights", None))
+    grid = table(("instead", 16), *times, ("compute", None), ("activations", None), ("weights", None))
     for weighed, more in choice.shown:
         one, less = weighed.alternative, weighed.more
         words = _words(choice, one, more)
@@ -79,14 +79,14 @@ def _alternatives(choice: OperatorChoice) -> Iterator[Told]:
         if choice.follow:
             cells.append("-" if one.together_s is None else relative(one.together_s, choice.now_s))
         work = (_signed(s) for s in (less.compute_s, less.activations_s, less.weights_s))
-        made.add(words, *cells, *work)
-    yield made
+        grid.add(words, *cells, *work)
+    yield grid
     devices = _everywhere(choice)
     yield f"(on all {device_set(choice.lowered.topology, devices)} unless it says otherwise)"
     shown = sum(1 + more for _, more in choice.shown)
-    if shown < len(choice.found):
-        worst = choice.found[-1].best_s
-        left = len(choice.found) - shown
+    if shown < len(choice.alternatives):
+        worst = choice.alternatives[-1].best_s
+        left = len(choice.alternatives) - shown
         yield f"... and {left} that are worse, up to {time_and_change(worst, choice.now_s)} (--all)"
     yield from _verdict(choice)
 
@@ -132,7 +132,7 @@ def operator_data(choice: OperatorChoice) -> dict[str, Any]:
     weighed = {id(one.alternative): (one, alike) for one, alike in choice.shown}
 
     def row(one: Alternative) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "treatment": treatment(graph, lowered.topology, op, one.config),
             "degrees": dict(one.config.degrees),
             "shares": {axis: list(row) for axis, row in one.config.shares},
@@ -144,12 +144,13 @@ def operator_data(choice: OperatorChoice) -> dict[str, Any]:
             "together_s": one.together_s,
         }
         if id(one) in weighed:
-            known, others = weighed[id(one)]
-            found |= {
-                "shortfall_bytes": known.shortfall, "placements_alike": others, "more_compute_s": known.more.compute_s,
-                "more_activations_s": known.more.activations_s, "more_weights_s": known.more.weights_s,
+            effect, others = weighed[id(one)]
+            fields |= {
+                "shortfall_bytes": effect.shortfall, "placements_alike": others,
+                "more_compute_s": effect.more.compute_s, "more_activations_s": effect.more.activations_s,
+                "more_weights_s": effect.more.weights_s,
             }  # fmt: skip
-        return found
+        return fields
 
     return {
         "operator": op.name,
@@ -158,5 +159,5 @@ def operator_data(choice: OperatorChoice) -> dict[str, Any]:
         "iteration_s": choice.now_s,
         "followed_by": [graph.operators[i].name for i in choice.follow],
         "follows": graph.operators[choice.follows].name if choice.follows is not None else None,
-        "alternatives": [row(one) for one in choice.found],
+        "alternatives": [row(one) for one in choice.alternatives],
     }

@@ -46,39 +46,40 @@ class Comparison:
     """The baselines that split every operator as the plans do; empty where there is none."""
 
 
-def comparison(found: Comparison) -> Iterator[Told]:
+def comparison(compared: Comparison) -> Iterator[Told]:
     """The comparison for a terminal: lines and tables."""
-    names = (found.a.name, found.baselines[0]), (found.b.name, found.baselines[1])
-    a, b = (f"{name} (the baseline {known})" if known not in ("", name) else name for name, known in names)
+    names = (compared.a.name, compared.baselines[0]), (compared.b.name, compared.baselines[1])
+    a, b = (f"{name} (the baseline {baseline})" if baseline not in ("", name) else name for name, baseline in names)
     yield f"A: {a}\nB: {b}\n"
-    if not found.differences and not found.options:
+    if not compared.differences and not compared.options:
         yield "The plans are the same."
         return
-    if not found.differences:
+    if not compared.differences:
         yield "Both split every operator alike; they differ in options of the whole step only.\n"
-    yield _totals(found)
+    yield _totals(compared)
     yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
-    yield from _effects(found)
+    yield from _effects(compared)
 
 
-def _totals(found: Comparison) -> Any:
-    made = table(("", 16), ("A", None), ("B", None), ("difference", None))
-    for words, a, b, words_of in _rows(found):
-        made.add(words, words_of(a), words_of(b), signed(b - a, words_of))
-    return made
+def _totals(compared: Comparison) -> Any:
+    grid = table(("", 16), ("A", None), ("B", None), ("difference", None))
+    for words, a, b, words_of in _rows(compared):
+        grid.add(words, words_of(a), words_of(b), signed(b - a, words_of))
+    return grid
 
 
-def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
-    a, b = found.a.simulation, found.b.simulation
+def _rows(compared: Comparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
+    a, b = compared.a.simulation, compared.b.simulation
     yield "iteration", a.makespan_s, b.makespan_s, seconds
-    ours, theirs = by_kind(found.a.lowered.tasks, found.a_steps), by_kind(found.b.lowered.tasks, found.b_steps)
+    ours = by_kind(compared.a.lowered.tasks, compared.a_steps)
+    theirs = by_kind(compared.b.lowered.tasks, compared.b_steps)
     for kind, words in KINDS.items():
         pair = ours.get(kind, 0.0), theirs.get(kind, 0.0)
         if max(pair) >= 0.001 * max(a.makespan_s, b.makespan_s):
             yield f"  {words}", *pair, seconds
     yield "peak memory", max(a.peak_bytes), max(b.peak_bytes), nbytes
     yield "bytes moved", a.moved_bytes, b.moved_bytes, nbytes
-    resources = found.a.lowered.topology.resources
+    resources = compared.a.lowered.topology.resources
     links = [r for r, resource in enumerate(resources) if resource.kind == "link"]
     links.sort(key=lambda r: (-max(int(a.link_bytes[r]), int(b.link_bytes[r])), r))
     for r in links[:LINKS]:
@@ -86,21 +87,21 @@ def _rows(found: Comparison) -> Iterator[tuple[str, float, float, Callable[[floa
             yield f"  over {resources[r].name}", int(a.link_bytes[r]), int(b.link_bytes[r]), nbytes
 
 
-def _effects(found: Comparison) -> Iterator[Told]:
-    now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
-    made = table(("layers", 14), ("in A", 16), ("in B", 16), ("A\nwith it", None), ("B\nwithout it", None))
-    ordered = sorted(found.differences, key=lambda d: (-_size(found, d), d.leader))
+def _effects(compared: Comparison) -> Iterator[Told]:
+    now_a, now_b = compared.a.simulation.makespan_s, compared.b.simulation.makespan_s
+    grid = table(("layers", 14), ("in A", 16), ("in B", 16), ("A\nwith it", None), ("B\nwithout it", None))
+    ordered = sorted(compared.differences, key=lambda d: (-_size(compared, d), d.leader))
     for one in ordered[:MOST]:
-        old, new = (_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered))
+        old, new = (_treated(lowered, one.leader) for lowered in (compared.a.lowered, compared.b.lowered))
         effects = relative(one.a_changed_s, now_a), relative(one.b_changed_s, now_b)
-        made.add(layers(found.a.lowered, one), old, new, *effects)
-    for option in found.options:
+        grid.add(layers(compared.a.lowered, one), old, new, *effects)
+    for option in compared.options:
         effects = relative(option.a_changed_s, now_a), relative(option.b_changed_s, now_b)
-        made.add(option.words, _value(option, option.a), _value(option, option.b), *effects)
-    yield made
+        grid.add(option.words, _value(option, option.a), _value(option, option.b), *effects)
+    yield grid
     if len(ordered) > MOST:
         yield f"... and {len(ordered) - MOST} differences that matter less (--json lists all)"
-    changed = [one.a_changed_s for one in found.differences] + [option.a_changed_s for option in found.options]
+    changed = [one.a_changed_s for one in compared.differences] + [option.a_changed_s for option in compared.options]
     alone, together = sum(s - now_a for s in changed), now_b - now_a
     if len(changed) > 1:
         text = (
@@ -115,8 +116,8 @@ def _effects(found: Comparison) -> Iterator[Told]:
         yield text
 
 
-def _size(found: Comparison, one: Difference) -> float:
-    now_a, now_b = found.a.simulation.makespan_s, found.b.simulation.makespan_s
+def _size(compared: Comparison, one: Difference) -> float:
+    now_a, now_b = compared.a.simulation.makespan_s, compared.b.simulation.makespan_s
     return max(abs(one.a_changed_s - now_a), abs(one.b_changed_s - now_b))
 
 
@@ -141,32 +142,32 @@ def _value(option: OptionEffect, value: str) -> str:
     return "all at the start" if value == "None" else value
 
 
-def comparison_data(found: Comparison) -> dict[str, Any]:
+def comparison_data(compared: Comparison) -> dict[str, Any]:
     """The comparison as a JSON object; times in seconds."""
-    graph, topology = found.a.lowered.graph, found.a.lowered.topology
+    graph, topology = compared.a.lowered.graph, compared.a.lowered.topology
     return {
         "plans": [
-            _plan_data(row, steps) | {"baseline": known or None}
-            for row, steps, known in zip(
-                (found.a, found.b), (found.a_steps, found.b_steps), found.baselines, strict=True
+            _plan_data(row, steps) | {"baseline": baseline or None}
+            for row, steps, baseline in zip(
+                (compared.a, compared.b), (compared.a_steps, compared.b_steps), compared.baselines, strict=True
             )
         ],
         "differences": [
             {
-                "layers": layers(found.a.lowered, one),
+                "layers": layers(compared.a.lowered, one),
                 "operators": [graph.operators[i].name for i in one.operators],
-                "treatments": [_treated(lowered, one.leader) for lowered in (found.a.lowered, found.b.lowered)],
+                "treatments": [_treated(lowered, one.leader) for lowered in (compared.a.lowered, compared.b.lowered)],
                 "first_with_it_s": one.a_changed_s,
                 "second_without_it_s": one.b_changed_s,
             }
-            for one in found.differences
+            for one in compared.differences
         ],
         "options": [
             {
                 "option": one.words, "values": [one.a, one.b], "first_with_it_s": one.a_changed_s,
                 "second_without_it_s": one.b_changed_s,
             }
-            for one in found.options
+            for one in compared.options
         ],
         "topology": topology.name,
         "graph": graph.name,

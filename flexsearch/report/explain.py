@@ -138,16 +138,16 @@ def _device_table(explained: Explanation) -> Grid:
         rows.setdefault(cells, []).append(d)
     rest = "idle" if lowered.is_whole else "bubbles"
     heads = ["compute", "communication", *(["waiting\nfor host"] if hosts else []), rest, "peak\nmemory"]
-    made = table(("device", 12), *((head, None) for head in heads))
+    grid = table(("device", 12), *((head, None) for head in heads))
     ordered = sorted(rows.items(), key=lambda item: (-times[item[1][0]].compute_s, item[1]))
     shown = ordered if len(ordered) <= DEVICES else [*ordered[: DEVICES - 1], ordered[-1]]
     for k, (cells, members) in enumerate(shown):
         if k == DEVICES - 1 and len(ordered) > DEVICES:
             left = sum(len(members) for _, members in ordered[DEVICES - 1 : -1])
-            made.add(f"... {left} more between", *[""] * len(heads))
+            grid.add(f"... {left} more between", *[""] * len(heads))
         peak = max(simulation.peak_bytes[d] for d in members)
-        made.add(_device_names(explained, members), *cells, nbytes(peak))
-    return made
+        grid.add(_device_names(explained, members), *cells, nbytes(peak))
+    return grid
 
 
 def _device_names(explained: Explanation, members: Sequence[int]) -> str:
@@ -165,10 +165,10 @@ def _path(explained: Explanation) -> Iterator[Told]:
         yield f"\nThe critical path is left out: {tasks:,} tasks take too long to follow (give fewer microbatches)"
         return
     yield f"\nThe critical path: {kinds_in_words(by_kind(lowered.tasks, explained.steps), total)}"
-    made = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
+    grid = table(("", 11), ("what", 20), ("on", 16), ("time", None), ("share", None), ("waited for", 10))
     for row in stretches(lowered, explained.steps):
-        made.add(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
-    yield made
+        grid.add(row.phase, row.what, row.where, seconds(row.seconds), percent(row.seconds / total), row.waited_for)
+    yield grid
     yield "The layers that take most of it:"
     for layer, kinds in list(by_layer(lowered, explained.steps, repeated=True).items())[:4]:
         yield f"  {layer}: {kinds_in_words(kinds, total, 3)}"
@@ -200,15 +200,15 @@ def _bottleneck(explained: Explanation) -> Iterator[Told]:
         head = "The busiest of the others"
     yield f"{head}: {name}, busy {percent(float(simulation.link_busy_s[row[0]]) / total)} of the time{share}"
     first = "link, processor or storage" if ways else "link or processor"
-    made = table((first, 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
+    grid = table((first, 16), ("busy", None), ("bytes", None), ("on the\ncritical path", None))
     for r in [*processors[:1], *wires[:LINKS], *ways[:1]]:
         busy = float(simulation.link_busy_s[r])
         moved, path_s = int(simulation.link_bytes[r]), on_path.get(r, 0.0)
-        made.add(
+        grid.add(
             topology.resources[r].name, f"{seconds(busy)} ({percent(busy / total)})", nbytes(moved) if moved else "",
             f"{seconds(path_s)} ({percent(path_s / total)})" if path_s else "",
         )  # fmt: skip
-    yield made
+    yield grid
 
 
 _BUSY: Final = {"processors": "the processor of ", "links": "link ", "storage": ""}
@@ -225,14 +225,14 @@ def _pipeline(explained: Explanation) -> Iterator[Told]:
     uses = [use_seconds(time) for time in times]
     names = [device.name for device in lowered.topology.devices]
     yield "\nWhat devices do: bubbles are when they neither compute nor communicate"
-    made = table(("", 18), ("on average", None), ("most", None), ("on", 12))
+    grid = table(("", 18), ("on average", None), ("most", None), ("on", 12))
     for use, words in USES.items():
         row = [one.get(use, 0.0) for one in uses]
         if any(row):
             most = max(range(len(row)), key=row.__getitem__)
             mean = sum(row) / len(row)
-            made.add(words, *(f"{seconds(s)} ({percent(s / total)})" for s in (mean, row[most])), names[most])
-    yield made
+            grid.add(words, *(f"{seconds(s)} ({percent(s / total)})" for s in (mean, row[most])), names[most])
+    yield grid
     yield from _stage_table(explained)
     rooms = [device.usable_bytes for device in lowered.topology.devices]
     fullest = max(range(len(rooms)), key=lambda d: simulation.memory[d].peak / rooms[d])
@@ -252,15 +252,15 @@ def _stage_table(explained: Explanation) -> Iterator[Told]:
     # What prepares the targets comes first, but belongs to the loss.
     end = lowered.graph.operators[lowered.graph.producer[lowered.graph.loss]].module
     yield f"\nThe stages: computing of one microbatch on its busiest device; stage {slowest} is the slowest"
-    made = table(("stage", 5), ("layers", 20), ("devices", 12), ("forward", None), ("backward", None))
+    grid = table(("stage", 5), ("layers", 20), ("devices", 12), ("forward", None), ("backward", None))
     for s, (first, last) in enumerate(zip(lowered.stages.first, ends, strict=True)):
         ops = lowered.graph.operators[first:last]
         own = [op for op in ops if not kind_of(op).bookkeeping and (op.module != end or s == len(passes) - 1)]
         names = [op.module or op.name for op in own or ops]
         devices = device_set(lowered.topology, lowered.stages.devices[s])
-        made.add(str(s), folded(list(dict.fromkeys(names))), devices, *map(seconds, passes[s]),
+        grid.add(str(s), folded(list(dict.fromkeys(names))), devices, *map(seconds, passes[s]),
                  style="bold" if s == slowest else "")  # fmt: skip
-    yield made
+    yield grid
 
 
 # what would help
@@ -269,7 +269,7 @@ def _stage_table(explained: Explanation) -> Iterator[Told]:
 def _what_if_table(explained: Explanation) -> Iterator[Told]:
     base, *others = explained.what_ifs
     now = base.seconds or 1.0
-    made = table(("if", 24), ("iteration", None), ("change", None))
+    grid = table(("if", 24), ("iteration", None), ("change", None))
     silent, impossible = [], []
     for one in sorted(others, key=lambda one: one.seconds if one.seconds is not None else now):
         if one.seconds is None:
@@ -278,11 +278,11 @@ def _what_if_table(explained: Explanation) -> Iterator[Told]:
             silent.append(one.words)
         else:
             remark = f"; {nbytes(one.shortfall)} too much memory" if one.shortfall else ""
-            made.add(one.words + remark, seconds(one.seconds), change_of(one.seconds, now))
+            grid.add(one.words + remark, seconds(one.seconds), change_of(one.seconds, now))
             if one.remark:
                 impossible.append(f"{one.words}: {one.remark}")
-    if made.row_count:
-        yield made
+    if grid.row_count:
+        yield grid
     if silent:
         yield f"No effect (below 0.05 %): {'; '.join(silent)}"
     yield from impossible
@@ -295,10 +295,10 @@ def _choices(explained: Explanation) -> Iterator[Told]:
     now = explained.row.simulation.makespan_s
     yield "\nWhat each choice brings: the change if only these layers were split over the batch (data parallel)"
     if explained.choices:
-        made = table(("layers", 14), ("now", 20), ("change", None))
+        grid = table(("layers", 14), ("now", 20), ("change", None))
         for choice in sorted(explained.choices, key=lambda choice: -choice.otherwise_s):
-            made.add(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
-        yield made
+            grid.add(choice.group.layers, choice.group.treatment, change_of(choice.otherwise_s, now))
+        yield grid
     else:
         yield "  The whole plan is data parallel."
 
@@ -308,12 +308,12 @@ def _layouts(explained: Explanation) -> Iterator[Told]:
     if not explained.layouts:
         return
     yield "\nWhat each choice brings: the change with another in its place"
-    made = table(("choice", 14), ("now", 12), ("instead", 12), ("change", None), ("memory", None))
+    grid = table(("choice", 14), ("now", 12), ("instead", 12), ("change", None), ("memory", None))
     for one in sorted(explained.layouts, key=lambda one: one.seconds):
         values = (SCHEDULES.get(value, value) for value in (one.now, one.instead))
         short = f"{nbytes(one.missing)} short" if one.missing else "fits"
-        made.add(PARTS[one.part], *values, change_of(one.seconds, now), short)
-    yield made
+        grid.add(PARTS[one.part], *values, change_of(one.seconds, now), short)
+    yield grid
 
 
 def _locally(explained: Explanation) -> Iterator[Told]:
@@ -335,9 +335,9 @@ def _locally(explained: Explanation) -> Iterator[Told]:
     graph, topology, now = lowered.graph, lowered.topology, explained.row.simulation.makespan_s
     count = len(changes.improvements)
     yield f"{head}{count} operator{' has' if count == 1 else 's have'} a better config"
-    made = table(("operator", 16), ("instead", 20), ("change", None))
+    grid = table(("operator", 16), ("instead", 20), ("change", None))
     for one in changes.improvements[:3]:
         op = graph.operators[one.operator]
         also = ", and what follows it" if one.together else ""
-        made.add(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
-    yield made
+        grid.add(op.name + also, treatment(graph, topology, op, one.config), change_of(one.seconds, now))
+    yield grid

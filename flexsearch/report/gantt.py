@@ -66,8 +66,8 @@ def timeline(
 ) -> Figure:  # fmt: skip
     """One iteration as a Gantt chart: a row for each device that computes, one for each link that carries data (the
     ``most_links`` busiest). ``measured`` (task -> start, end in s) adds a row below each device's predicted one."""
-    known = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
-    return _draw([(title, _rows(lowered, simulation, known, most_links, len(lowered.devices)))])
+    spans = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
+    return _draw([(title, _rows(lowered, simulation, spans, most_links, len(lowered.devices)))])
 
 
 def timelines(
@@ -93,15 +93,15 @@ def timelines(
     return _draw(panels, title)
 
 
-def _rows(lowered: Lowered, simulation: Simulation, known: Measured, most_links: int, most_devices: int) -> _Timeline:
-    resources, made = lowered.topology.resources, _Timeline(lowered, simulation, known)
+def _rows(lowered: Lowered, simulation: Simulation, spans: Measured, most_links: int, most_devices: int) -> _Timeline:
+    resources, panel = lowered.topology.resources, _Timeline(lowered, simulation, spans)
     for d in chosen_devices(lowered, most_devices):
-        made.devices.append((lowered.topology.devices[d].name, d, False))
-        if known:
-            made.devices.append(("measured", d, True))
+        panel.devices.append((lowered.topology.devices[d].name, d, False))
+        if spans:
+            panel.devices.append(("measured", d, True))
     carrying = [r for r in range(len(resources)) if resources[r].kind == "link" and simulation.link_bytes[r]]
-    made.links = sorted(sorted(carrying, key=lambda r: -simulation.link_busy_s[r])[:most_links])
-    return made
+    panel.links = sorted(sorted(carrying, key=lambda r: -simulation.link_busy_s[r])[:most_links])
+    return panel
 
 
 def chosen_devices(lowered: Lowered, most: int) -> list[int]:
@@ -165,10 +165,10 @@ Bar = tuple[int, float, float, str, str]
 """Task, start (s), length (s), legend label, colour."""
 
 
-def _computing(lowered: Lowered, simulation: Simulation, known: Measured | None, device: int) -> Iterator[Bar]:
+def _computing(lowered: Lowered, simulation: Simulation, spans: Measured | None, device: int) -> Iterator[Bar]:
     for task, owner in enumerate(lowered.tasks.device):
-        if owner == device and (known is None or task in known):
-            start, end = known[task] if known is not None else (simulation.start[task], simulation.end[task])
+        if owner == device and (spans is None or task in spans):
+            start, end = spans[task] if spans is not None else (simulation.start[task], simulation.end[task])
             yield (task, float(start), float(end - start), *_KINDS[TaskKind(lowered.tasks.kind[task])])
 
 

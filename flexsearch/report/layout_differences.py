@@ -34,33 +34,33 @@ class LayoutComparison:
     differences: tuple[LayoutDifference, ...]
 
 
-def layout_comparison(found: LayoutComparison) -> Iterator[Told]:
+def layout_comparison(compared: LayoutComparison) -> Iterator[Told]:
     """The comparison for a terminal: lines and tables."""
-    for letter, row in zip("AB", (found.a, found.b), strict=True):
+    for letter, row in zip("AB", (compared.a, compared.b), strict=True):
         yield f"{letter}: {row.name}: {layout_words(row)}"
-    if not found.differences:
+    if not compared.differences:
         yield "\nThe plans are the same."
         return
     yield ""
-    made = table(("", 16), ("A", None), ("B", None), ("difference", None))
-    for words, a, b, words_of in _rows(found):
-        made.add(words, words_of(a), words_of(b), signed(b - a, words_of))
-    yield made
+    grid = table(("", 16), ("A", None), ("B", None), ("difference", None))
+    for words, a, b, words_of in _rows(compared):
+        grid.add(words, words_of(a), words_of(b), signed(b - a, words_of))
+    yield grid
     yield "\nWhat differs: how A changes if it adopts this difference alone, and B if it drops it"
-    made = table(("difference", 14), ("in A", 12), ("in B", 12), ("A\nwith it", 8), ("B\nwithout it", 8))
-    for one in found.differences:
+    grid = table(("difference", 14), ("in A", 12), ("in B", 12), ("A\nwith it", 8), ("B\nwithout it", 8))
+    for one in compared.differences:
         effects = (
             _effect(outcome, row)
-            for outcome, row in zip(one.outcomes, (found.a, found.b), strict=True)
+            for outcome, row in zip(one.outcomes, (compared.a, compared.b), strict=True)
         )
-        made.add(one.words, *(SCHEDULES.get(value, value) for value in one.values), *effects)
-    yield made
-    if remarks := {outcome.remark for one in found.differences for outcome in one.outcomes if outcome.remark}:
+        grid.add(one.words, *(SCHEDULES.get(value, value) for value in one.values), *effects)
+    yield grid
+    if remarks := {outcome.remark for one in compared.differences for outcome in one.outcomes if outcome.remark}:
         yield "(-: not possible alone: " + "; ".join(sorted(remarks)) + ")"
 
 
-def _rows(found: LayoutComparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
-    a, b = found.a.step, found.b.step
+def _rows(compared: LayoutComparison) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
+    a, b = compared.a.step, compared.b.step
     yield "iteration", a.makespan_s, b.makespan_s, seconds
     ours, theirs = usage(a), usage(b)
     for use, words in USES.items():
@@ -81,10 +81,10 @@ def _effect(outcome: Outcome, row: StagedRow) -> str:
     return relative(outcome.seconds, row.step.makespan_s) + fits
 
 
-def layout_comparison_data(graph: OperatorGraph, found: LayoutComparison) -> dict[str, Any]:
+def layout_comparison_data(graph: OperatorGraph, compared: LayoutComparison) -> dict[str, Any]:
     """The comparison as a JSON object; times in seconds."""
     return {
-        "plans": [staged_data(graph, row) for row in (found.a, found.b)],
+        "plans": [staged_data(graph, row) for row in (compared.a, compared.b)],
         "differences": [
             {
                 "what": one.words, "values": list(one.values), "first_with_it_s": one.outcomes[0].seconds,
@@ -92,6 +92,6 @@ def layout_comparison_data(graph: OperatorGraph, found: LayoutComparison) -> dic
                 "missing_bytes": [outcome.missing for outcome in one.outcomes],
                 "remarks": [outcome.remark for outcome in one.outcomes],
             }
-            for one in found.differences
+            for one in compared.differences
         ],
     }  # fmt: skip

@@ -127,25 +127,25 @@ def _single(lowered: Lowered, step: Step) -> _Row:
 
 def _runs(rows: Sequence[_Row]) -> list[_Row]:
     """Computations of a phase that follow each other as one row; communications stay single."""
-    found: list[_Row] = []
+    runs: list[_Row] = []
     for row in rows:
-        alike = found and (found[-1].phase, found[-1].stage) == (row.phase, row.stage)
-        if alike and not row.form and not found[-1].form:
-            found[-1].layers += row.layers
-            found[-1].steps += row.steps
+        alike = runs and (runs[-1].phase, runs[-1].stage) == (row.phase, row.stage)
+        if alike and not row.form and not runs[-1].form:
+            runs[-1].layers += row.layers
+            runs[-1].steps += row.steps
         else:
-            found.append(_Row(row.phase, row.form, list(row.layers), list(row.steps), row.stage))
-    return found
+            runs.append(_Row(row.phase, row.form, list(row.layers), list(row.steps), row.stage))
+    return runs
 
 
 def _together(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[_Row]:
     """Rows of the same key as one, at the place of the first."""
-    found: dict[object, _Row] = {}
+    merged: dict[object, _Row] = {}
     for row in rows:
-        one = found.setdefault(key(row), _Row(row.phase, row.form, [], [], row.stage))
+        one = merged.setdefault(key(row), _Row(row.phase, row.form, [], [], row.stage))
         one.layers += row.layers
         one.steps += row.steps
-    return list(found.values())
+    return list(merged.values())
 
 
 def _pattern(layer: str) -> str:
@@ -188,8 +188,8 @@ def folded(names: Sequence[str]) -> str:
     """Layers as a range; repeated blocks by the numbers of the blocks; where there are many, the first few."""
     patterns = list(dict.fromkeys(map(_pattern, names)))
     if len(patterns) < len(names):
-        found = (_NUMBER.search(name) for name in names)
-        numbers = ranges({int(match[0]) for match in found if match is not None})
+        matches = (_NUMBER.search(name) for name in names)
+        numbers = ranges({int(match[0]) for match in matches if match is not None})
         names = [pattern.replace("*", numbers, 1) for pattern in patterns]
     return layer_range(names)
 
@@ -221,14 +221,14 @@ def by_layer(lowered: Lowered, steps: Sequence[Step], repeated: bool = False) ->
         for kind, s in split(lowered.tasks, step):
             if s > 0.0:
                 row[kind] = row.get(kind, 0.0) + s
-    found = {folded(list(dict.fromkeys(names[key]))): row for key, row in sums.items()}
-    return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
+    layers = {folded(list(dict.fromkeys(names[key]))): row for key, row in sums.items()}
+    return dict(sorted(layers.items(), key=lambda item: -sum(item[1].values())))
 
 
-def kinds_in_words(found: dict[Kind, float], total: float, most: int = len(KINDS)) -> str:
+def kinds_in_words(kinds: dict[Kind, float], total: float, most: int = len(KINDS)) -> str:
     """ "synchronising gradients 3.08 s (86 %), forward pass 327 ms (9 %)"; what is below half a percent is left
     out."""
-    rows = sorted(found.items(), key=lambda item: -item[1])[:most]
+    rows = sorted(kinds.items(), key=lambda item: -item[1])[:most]
     shown = [row for row in rows if row[1] >= 0.005 * total] or rows[:1]
     return ", ".join(f"{KINDS[kind]} {seconds(s)} ({percent(s / total)})" for kind, s in shown)
 

@@ -49,8 +49,8 @@ def plan_bars(rows: Sequence[PlanRow], title: str = "") -> Figure:
     axes = figure.subplots()
     times = [row.simulation.makespan_s for row in rows]
     unit, name = time_unit(max(times, default=1.0))
-    known = yardsticks(rows)
-    against = {words: s for words, s in zip(("data parallel", "one device"), known.values(), strict=True) if s}
+    reference_s = yardsticks(rows)
+    against = {words: s for words, s in zip(("data parallel", "one device"), reference_s.values(), strict=True) if s}
     best = min((t for t, row in zip(times, rows, strict=True) if not row.shortfall), default=None)
     for k, (row, t) in enumerate(zip(rows, times, strict=True)):
         fits = not row.shortfall

@@ -87,9 +87,9 @@ def reading(lowered: Lowered, step_s: float) -> Input | None:
     )  # fmt: skip
 
 
-def reading_data(found: Input | None) -> dict[str, Any]:
+def reading_data(read: Input | None) -> dict[str, Any]:
     """For JSON: ``input``, left out where nothing is read."""
-    if found is None:
+    if read is None:
         return {}
-    fields = {name: getattr(found, name) for name in Input.__dataclass_fields__}
-    return {"input": fields | {"limits": found.limits}}
+    fields = {name: getattr(read, name) for name in Input.__dataclass_fields__}
+    return {"input": fields | {"limits": read.limits}}

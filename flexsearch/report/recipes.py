@@ -26,11 +26,11 @@ def recipe_words(lowered: Lowered) -> Iterator[str]:
             share = 100 * recipe.compression.expect
             yield f"It is assumed that {share:g} % of the entries reach the threshold (threshold:expect=...)."
     if lowered.asynchronous:
-        found = steady(lowered)
-        how = "exactly" if found.exact else "about, as their state does not repeat"
+        steady_state = steady(lowered)
+        how = "exactly" if steady_state.exact else "about, as their state does not repeat"
         yield (
-            f"Devices go by themselves: one step of each takes {seconds(found.step_s)} on average ({how}); the fastest "
-            f"takes {max(found.rates):.3g} steps/s, the slowest {min(found.rates):.3g}."
+            f"Devices go by themselves: one step of each takes {seconds(steady_state.step_s)} on average ({how}); the "
+            f"fastest takes {max(steady_state.rates):.3g} steps/s, the slowest {min(steady_state.rates):.3g}."
         )
 
 
@@ -47,10 +47,10 @@ def recipe_data(lowered: Lowered) -> list[dict[str, Any]]:
 
 
 def _by_entry(lowered: Lowered) -> dict[int, list[RecipeGroup]]:
-    found: dict[int, list[RecipeGroup]] = {}
+    groups: dict[int, list[RecipeGroup]] = {}
     for group in lowered.recipe_groups if lowered.options.recipes else ():
-        found.setdefault(group.entry, []).append(group)
-    return found
+        groups.setdefault(group.entry, []).append(group)
+    return groups
 
 
 def _bytes(groups: list[RecipeGroup]) -> int:

@@ -57,9 +57,9 @@ def plan_rows(
     """The comparison as JSON rows. ``data_parallel_s``, ``single_s``: iteration times to compare with, by default those
     of the rows called "data parallel" and "single" (speed-ups are null without them). ``interval_s``: the 80 % interval
     of the time. ``shortfall_bytes``: missing memory on the worst device, 0 if the plan fits."""
-    known = yardsticks(rows)
-    data_parallel_s = known["data_parallel_s"] if data_parallel_s is None else data_parallel_s
-    single_s = known["single_s"] if single_s is None else single_s
+    reference_s = yardsticks(rows)
+    data_parallel_s = reference_s["data_parallel_s"] if data_parallel_s is None else data_parallel_s
+    single_s = reference_s["single_s"] if single_s is None else single_s
     return [
         {
             "name": row.name,

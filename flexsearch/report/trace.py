@@ -50,31 +50,31 @@ def chrome_trace(
 ) -> Event:  # fmt: skip
     """The trace as a JSON object. ``measured``: task -> (start, end) in seconds; NaN or absent where not measured.
     ``held``: device -> (time s, bytes that it held from then on), as measured."""
-    known = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
+    spans = {t: row for t, row in (measured or {}).items() if all(map(math.isfinite, row))}
     topology, count = lowered.topology, len(lowered.topology.devices)
     links, seen = 2 * count + 1, 2 * count + 2  # process numbers: 2d + 1 and 2d + 2 belong to device d
-    events = _devices(lowered, simulation.times, "predicted" if known else "")
-    if known:
+    events = _devices(lowered, simulation.times, "predicted" if spans else "")
+    if spans:
         rows = {TASKS: "compute"} if Actions(lowered).plain else {PASSES: "passes", TASKS: "compute"}
         for d in lowered.devices:
             events += _process(2 * d + 2, f"{topology.devices[d].name}: measured", rows)
-        events += _measured_passes(lowered, known)
+        events += _measured_passes(lowered, spans)
         for d, states in held.items():
             events += [_counter(2 * d + 2, t, {"bytes": nbytes}) for t, nbytes in states]
     names = {r: x.name for r, x in enumerate(topology.resources) if simulation.link_bytes[r]}
-    events += _process(links, "links: predicted" if known else "links", names)
+    events += _process(links, "links: predicted" if spans else "links", names)
     shared = any(math.isfinite(turn) for turn in lowered.tasks.turn)
     turns_of = turns(lowered) if shared else {}
     for task, device in enumerate(lowered.tasks.device):
         if device >= 0:
             events.append(_compute(lowered, task, 2 * device + 1, simulation.start[task], simulation.end[task]))
-            if task in known:
-                events.append(_compute(lowered, task, 2 * device + 2, *known[task]))
+            if task in spans:
+                events.append(_compute(lowered, task, 2 * device + 2, *spans[task]))
         else:
             events += _on_links(lowered, task, turns_of.get(task, [(float(simulation.start[task]), 0.0)]), links)
     events += _arrows(lowered, simulation, links)
-    if known:
-        events += _measured_communication(lowered, known, seen)
+    if spans:
+        events += _measured_communication(lowered, spans, seen)
     more = {"moved_bytes": simulation.moved_bytes, "tasks": len(lowered.tasks)}
     return _trace(lowered, events, simulation.makespan_s, simulation.peak_bytes, more)
 
@@ -120,10 +120,10 @@ def _pass(action: Action, pid: int, begin_s: float, end_s: float) -> Event:
     }  # fmt: skip
 
 
-def _measured_passes(lowered: Lowered, known: Mapping[int, tuple[float, float]]) -> list[Event]:
+def _measured_passes(lowered: Lowered, spans: Mapping[int, tuple[float, float]]) -> list[Event]:
     """Passes from their first measured computation to the end of the last one."""
     ends: dict[tuple[int, Action], tuple[float, float]] = {}
-    for task, (begin, end) in known.items():
+    for task, (begin, end) in spans.items():
         device, action = lowered.tasks.device[task], lowered.tasks.action[task]
         if device >= 0 and action is not None:
             before = ends.get((device, action), (begin, end))
@@ -255,12 +255,12 @@ def _arrows(lowered: Lowered, simulation: Simulation, pid: int) -> list[Event]:
     return events
 
 
-def _measured_communication(lowered: Lowered, known: Mapping[int, tuple[float, float]], pid: int) -> list[Event]:
+def _measured_communication(lowered: Lowered, spans: Mapping[int, tuple[float, float]], pid: int) -> list[Event]:
     """Measured communications, in as many rows as happen at the same time."""
     rows: list[float] = []  # end of the last one in each row
     events: list[Event] = []
-    for task in sorted((t for t in known if lowered.tasks.device[t] < 0), key=lambda t: (known[t], t)):
-        start, end = known[task]
+    for task in sorted((t for t in spans if lowered.tasks.device[t] < 0), key=lambda t: (spans[t], t)):
+        start, end = spans[task]
         row = next((k for k, busy_until in enumerate(rows) if busy_until <= start), len(rows))
         rows[row : row + 1] = [end]
         events.append(_slice(lowered, task, pid, row, start, end, _communication_args(lowered, task)))

@@ -48,11 +48,11 @@ def optimizer_state(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state, flat: tensors of a weight's shape in pieces, all else as it is."""
     flat: dict[str, Any] = {}
     for name, parameters in _trained(stored).items():
-        known = [optimizer.state.get(p, {}) for p in parameters]
-        for key in known[0]:
-            value = known[0][key]
+        states = [optimizer.state.get(p, {}) for p in parameters]
+        for key in states[0]:
+            value = states[0][key]
             if isinstance(value, Tensor) and value.shape == parameters[0].shape and value.dim():
-                of = {id(p): state[key] for p, state in zip(parameters, known, strict=True)}
+                of = {id(p): state[key] for p, state in zip(parameters, states, strict=True)}
                 flat[f"{_STATE}{name}.{key}"] = ShardedTensor(
                     stored.shapes[name], value.dtype, stored.chunks(name, _in_place_of(of))
                 )

@@ -248,8 +248,8 @@ class Engine:
         def run() -> None:
             nonlocal shared
             if shared is None or self.compiler is not None:
-                made = [slot for _, slot, _ in rows if values[slot] is not None]
-                shared = {slot for slot in made if is_shared(values[slot], self._seen)}
+                slots = [slot for _, slot, _ in rows if values[slot] is not None]
+                shared = {slot for slot in slots if is_shared(values[slot], self._seen)}
             for part in parts:
                 give([rows[k] for k in part])
 
@@ -257,8 +257,8 @@ class Engine:
             assert shared is not None
             if self._together:
                 there = [(weight.dtype, slot) for weight, slot, _ in some if values[slot] is not None]
-                found = cast([values[slot] for _, slot in there], [dtype for dtype, _ in there], True)
-                for (_, slot), gradient in zip(there, found, strict=True):
+                gradients = cast([values[slot] for _, slot in there], [dtype for dtype, _ in there], True)
+                for (_, slot), gradient in zip(there, gradients, strict=True):
                     values[slot] = gradient
             for weight, slot, first in some:
                 gradient, values[slot] = values[slot], None

@@ -58,11 +58,11 @@ def accumulated(
                 leaf.data = total  # without memory of its own: autograd wants one laid out alike
             leaf.grad = total
     accumulate(outputs, gradients)
-    made: list[Tensor | None] = []
+    leaf_gradients: list[Tensor | None] = []
     for leaf, total in zip(leaves, sums, strict=True):
-        made.append(leaf.grad if total is None else None)
+        leaf_gradients.append(leaf.grad if total is None else None)
         leaf.grad = None
-    return made
+    return leaf_gradients
 
 
 def empty(leaf: Tensor) -> None:
@@ -71,14 +71,14 @@ def empty(leaf: Tensor) -> None:
 
 
 def add(
-    values: list[Any], places: Sequence[tuple[Slot, bool]], made: Sequence[Tensor | None],
+    values: list[Any], places: Sequence[tuple[Slot, bool]], gradients: Sequence[Tensor | None],
     alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
 ) -> None:  # fmt: skip
     """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
     out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
     is added to gets memory of its own."""
     owners: Counter[int] | None = None
-    for (slot, in_place), gradient in zip(places, made, strict=True):
+    for (slot, in_place), gradient in zip(places, gradients, strict=True):
         before = values[slot]
         if gradient is None:
             continue
@@ -86,7 +86,7 @@ def add(
             values[slot] = before.add_(gradient)
         elif before is not None or in_place:
             if owners is None:
-                owners = Counter(_memory(x) for x in (*made, *alive) if x is not None)
+                owners = Counter(_memory(x) for x in (*gradients, *alive) if x is not None)
                 owners.update(storage.data_ptr() for ref in entered if (storage := ref()) is not None)
             whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
             own = whole and owners[_memory(gradient)] == 1

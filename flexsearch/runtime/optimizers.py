@@ -48,8 +48,8 @@ class Optimizers:
         something else than on one device."""
         if self._seen.get(optimizer) == len(optimizer.param_groups):
             return
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        error = self.refusal(optimizer, given) or (None if closure else self.idle(type(optimizer).__name__, given))
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        error = self.refusal(optimizer, ids) or (None if closure else self.idle(type(optimizer).__name__, ids))
         if error is not None:
             with self.failures.watch():
                 raise error
@@ -66,7 +66,7 @@ class Optimizers:
         if (first := next(filter(None, errors), None)) is not None:
             raise RuntimeFailure(*first)
 
-    def refusal(self, optimizer: Optimizer, given: Collection[int]) -> RuntimeFailure | None:
+    def refusal(self, optimizer: Optimizer, ids: Collection[int]) -> RuntimeFailure | None:
         """Why an optimizer must not step over parameters (by id). Where it has all trained ones of this rank, all ranks
         answer alike, from the plan: one that holds whole weights must not go on alone."""
         what = looks_at(type(optimizer))
@@ -78,10 +78,10 @@ class Optimizers:
             id(p): _weight(name) for name, p in self._stored.parameters
             if graph.tensor[_weight(name)].requires_grad and (p.dim() == 2 or not matrices)
         }  # fmt: skip
-        chosen = {mine[key] for key in mine.keys() & given}
-        if not chosen and id(self._empty) not in given:
+        chosen = {mine[key] for key in mine.keys() & ids}
+        if not chosen and id(self._empty) not in ids:
             return None
-        everything = mine.keys() <= set(given)
+        everything = mine.keys() <= set(ids)
         if of_all and self._diverges:
             return RuntimeFailure(
                 f"{kind} evaluates a loss as often as its gradients ask for, and replicas that synchronise by a "
@@ -115,11 +115,11 @@ class Optimizers:
             elif of_all and without is not None:
                 yield name, f"rank {without} does not hold {name!r}", True
 
-    def idle(self, what: str, given: Collection[int]) -> RuntimeFailure | None:
+    def idle(self, what: str, ids: Collection[int]) -> RuntimeFailure | None:
         """What to say of ``what`` that gets parameters (by id) of the model, which no step and nothing else has given a
         gradient."""
         model = self._model()
-        others = [p for p in model.parameters() if id(p) in given] if model is not None else []
+        others = [p for p in model.parameters() if id(p) in ids] if model is not None else []
         if not others or any(p.grad is not None for p in others):
             return None
         return RuntimeFailure(
@@ -157,9 +157,9 @@ def _before(optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[str,
 def refuse_idle(what: str, parameters: Iterable[Tensor]) -> None:
     """Raise RuntimeFailure if ``what`` gets parameters of a model that a step was made of, and none has a gradient."""
     rows = list(parameters)
-    given = {id(p) for p in rows}
+    ids = {id(p) for p in rows}
     for optimizers in tuple(_ALL) if all(p.grad is None for p in rows) else ():
-        if (error := optimizers.idle(what, given)) is not None:
+        if (error := optimizers.idle(what, ids)) is not None:
             with optimizers.failures.watch():
                 raise error
 

@@ -42,11 +42,11 @@ def lying(lowered: Lowered, device: torch.device) -> dict[str, Order]:
     """In which order the dimensions of tensors and of their gradients lie in memory, where that is not their own: they
     go in it, so that neither side copies."""
     graph = lowered.graph
-    found = orders(graph)
+    dimension_orders = orders(graph)
     for name in images(graph):
         if preferred_format(4, dtype_of(graph.tensor[name].dtype), device) == torch.channels_last:
-            found[name] = CHANNELS_LAST
-    return found
+            dimension_orders[name] = CHANNELS_LAST
+    return dimension_orders
 
 
 def flat(tensor: Tensor, order: Order | None) -> Tensor:

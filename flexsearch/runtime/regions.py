@@ -64,8 +64,8 @@ def moves(source: Layout, destination: Layout) -> list[Move]:
             for s in order:
                 if not missing:
                     break
-                found = [(box, common) for box in missing if (common := intersect(box, source[s].box)) is not None]
-                result += [Move(s, d, common) for _, common in found]
+                overlaps = [(box, common) for box in missing if (common := intersect(box, source[s].box)) is not None]
+                result += [Move(s, d, common) for _, common in overlaps]
                 missing = [left for box in missing for left in without(box, source[s].box)]
     return result
 

@@ -65,9 +65,9 @@ def _running(lowered: Lowered, segment: Segment, statistics: int) -> list[Call]:
     if outside or segment.region >= 0 or len(calls) != 1 or calls[0].parts:
         return []
     kept = {lowered.edges[e].tensor for e in lowered.update_edges.values()}
-    made = lowered.graph.operators[calls[0].operators[0]].outputs
+    outputs = lowered.graph.operators[calls[0].operators[0]].outputs
     whole = all(a is not None and a >= 0 for a in calls[0].arguments[1:])
-    return calls if whole and kept.issuperset(made) else []
+    return calls if whole and kept.issuperset(outputs) else []
 
 
 def _has_all(lowered: Lowered, device: int, statistics: Call, norm: Call) -> bool:

@@ -126,7 +126,7 @@ def _dtypes(stored: Stored, names: Mapping[str, str]) -> dict[str, torch.dtype]:
     everyone: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size()
     with with_all("the types of the weights"):
         dist.all_gather_object(everyone, own)
-    return {name: dtype for known in everyone for name, dtype in known.items()}
+    return {name: dtype for dtypes in everyone for name, dtype in dtypes.items()}
 
 
 def _integers(tensor: Tensor) -> np.ndarray[Any, Any]:

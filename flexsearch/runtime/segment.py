@@ -103,11 +103,11 @@ def cutting(kernels: Sequence[Kernel], parts: Sequence[tuple[Box, Box]]) -> Kern
         else:
             cut = torch.split_with_sizes(whole.permute(dims), sizes, dims.index(dimension))
             cut = tuple(part.permute(back) for part in cut)
-        made: list[Tensor] = [whole] * len(kernels)
+        results: list[Tensor] = [whole] * len(kernels)
         for k, part in zip(order, cut, strict=True):
             result = kernels[k](part)
-            made[k] = result[0] if isinstance(result, tuple) else result
-        return tuple(made)
+            results[k] = result[0] if isinstance(result, tuple) else result
+        return tuple(results)
 
     return run
 
@@ -270,14 +270,14 @@ class SegmentRunner:
             wanted = [passed.leaves[k] for k in leaves]
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
-                made: Sequence[Tensor | None]
+                gradients: Sequence[Tensor | None]
                 if alone or (part == "all" and any(values[slot] is not None for slot in sums)):
-                    made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
+                    gradients = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
-                    made = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)
-                reached = iter(made[len(wanted) :])
+                    gradients = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)
+                reached = iter(gradients[len(wanted) :])
                 passed.between = [None if edge is None else next(reached) for edge in passed.layers] if edges else []
-                add(values, places, made[: len(wanted)], (*passed.gradients, *passed.between), entered)
+                add(values, places, gradients[: len(wanted)], (*passed.gradients, *passed.between), entered)
             if layered:
                 self._let_go(passed)
 
@@ -310,9 +310,9 @@ class SegmentRunner:
                 outputs = [edge for edge, gradient in here if edge is not None and gradient is not None]
                 gradients = [gradient for edge, gradient in here if edge is not None and gradient is not None]
                 if outputs:
-                    made = gradients_of(outputs, gradients, wanted, False)
-                    add(values, places, made, (*gradients, *between))
-                    del made, gradients  # before the next layer's are made
+                    weight_gradients = gradients_of(outputs, gradients, wanted, False)
+                    add(values, places, weight_gradients, (*gradients, *between))
+                    del weight_gradients, gradients  # before the next layer's are made
 
         return run
 
@@ -383,7 +383,7 @@ def _kernel(
         kernel = build_kernel(whole, piece, shapes, context)
         if casting and isinstance(lowered.graph, PreciseGraph):
             tensor = lowered.graph.tensor
-            given, types = ([dtype_of(tensor[name].dtype) for name in names] for names in (op.inputs, op.outputs))
-            kernel = in_types(kernel, given, types)
+            input_types, types = ([dtype_of(tensor[name].dtype) for name in names] for names in (op.inputs, op.outputs))
+            kernel = in_types(kernel, input_types, types)
         kernels.append(kernel)
     return kernels[0] if len(kernels) == 1 else _summed(kernels)

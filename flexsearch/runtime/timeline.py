@@ -112,9 +112,9 @@ def record(
         parallel.engine = engine
     ranks: list[tuple[list[_Recorded], list[Held]] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (recorded, nbytes))
-    known = [row for row in ranks if row is not None]
-    together = [_together(parallel.lowered, [row[k] for row, _ in known]) for k in range(steps)]
-    return _typical(together, [held for _, held in known])
+    records = [row for row in ranks if row is not None]
+    together = [_together(parallel.lowered, [row[k] for row, _ in records]) for k in range(steps)]
+    return _typical(together, [held for _, held in records])
 
 
 def _recorded(engine: Engine, wire: Watched, step: Callable[[], object]) -> _Recorded:
@@ -149,14 +149,14 @@ def compute_spans(
     """Compute tasks of a rank, from the spans of its instructions. A segment of several operators is shared out in
     proportion to their predicted times."""
     tasks = program.lowered.tasks
-    found: dict[int, tuple[float, float]] = {}
+    task_spans: dict[int, tuple[float, float]] = {}
     for (_, start, end), members in zip(spans, tasks_of(program), strict=True):
         total = sum(tasks.duration[t] for t in members)
         for t in members:
             share = tasks.duration[t] / total if total > 0 else 1 / len(members)
-            found[t] = start, start + share * (end - start)
-            start, total = found[t][1], total - tasks.duration[t]
-    return found
+            task_spans[t] = start, start + share * (end - start)
+            start, total = task_spans[t][1], total - tasks.duration[t]
+    return task_spans
 
 
 def compare(lowered: Lowered, simulation: Simulation, measured: Timeline) -> list[Row]:

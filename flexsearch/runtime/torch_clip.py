@@ -67,12 +67,12 @@ def _replace() -> None:
 def _step_of(parameters: list[Tensor]) -> Pieces | None:
     """The step whose gradients are all of those of ``parameters``; None: they are of none. Raises RuntimeFailure where
     they are some of a step's, or a step's and others."""
-    given, steps = {id(p) for p in parameters}, list(_STEPS.values())
-    for step in steps if given else steps[-1:]:  # a rank without weights may give none, and the others wait for it
+    ids, steps = {id(p) for p in parameters}, list(_STEPS.values())
+    for step in steps if ids else steps[-1:]:  # a rank without weights may give none, and the others wait for it
         own = {id(p): p.grad is not None for p in step.parameters()}
-        if given and not given & own.keys():
+        if ids and not ids & own.keys():
             continue
-        if given <= own.keys() and not any(trained for p, trained in own.items() if p not in given):
+        if ids <= own.keys() and not any(trained for p, trained in own.items() if p not in ids):
             return step
         with step.failures.watch():
             raise RuntimeFailure(

@@ -161,9 +161,9 @@ class ForwardPass:
             shape = graph.tensor[name].shape
             rows = 0 if everything else _rows_of_output(graph, name, feed)
             self._needs[name] = feed.shares(shape, rows, batch) if rows else everywhere(shape, feed.ranks)
-        made = {name: need for name, need in self._needs.items() if name in graph.producer}
+        computed = {name: need for name, need in self._needs.items() if name in graph.producer}
         self._variant = Variant(
-            imported, refit_forward(lowered, graph, made), stored, feed, batch, context, timeout_s, fuse
+            imported, refit_forward(lowered, graph, computed), stored, feed, batch, context, timeout_s, fuse
         )
 
     def run(self, named: Mapping[str, Tensor], seed: int, step: int) -> list[Tensor]:

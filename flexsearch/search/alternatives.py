@@ -28,15 +28,15 @@ def _followed(space: Space, effects: Effects, operator: int, config: OperatorCon
     return {i: c for i, c in space.follow(operator, config).items() if effects.allows(i, c)}
 
 
-def best_first(found: Sequence[Alternative]) -> list[Alternative]:
+def best_first(candidates: Sequence[Alternative]) -> list[Alternative]:
     """The fastest first; of equally fast ones those with more parts, and fewer replicas."""
-    return sorted(found, key=lambda a: (a.best_s, -a.config.parts, a.config.replicas))
+    return sorted(candidates, key=lambda a: (a.best_s, -a.config.parts, a.config.replicas))
 
 
-def weigh(effects: Effects, operator: int, found: Sequence[Alternative]) -> Iterator[Weighed]:
+def weigh(effects: Effects, operator: int, candidates: Sequence[Alternative]) -> Iterator[Weighed]:
     """What each alternative takes, compared with the plan as it is."""
     now = effects.loads({})
-    for alternative in found:
+    for alternative in candidates:
         changes = alternative.changes(operator)
         yield Weighed(alternative, effects.shortfall(changes), effects.loads(changes) - now)
 

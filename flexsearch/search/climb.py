@@ -120,14 +120,14 @@ class Climber:
     def folded(self, replicas: int) -> Climber:
         """A climber over plans in which so many equal blocks do the same. Raises TopologyError or StrategyError if
         there are none."""
-        if (known := self._folded.get(replicas)) is None:
+        if (climber := self._folded.get(replicas)) is None:
             parts = fold(self.graph, self.topology, replicas)
             block = parts.folding.block
             costs = Costs(parts.part, block, self.costs.profile)
-            known = self._folded[replicas] = Climber(parts.part, block, costs, self.options, self.seed, fold=parts)
-        if known.evaluate.options != self.evaluate.options:
-            known.evaluate.use(self.evaluate.options)
-        return known
+            climber = self._folded[replicas] = Climber(parts.part, block, costs, self.options, self.seed, fold=parts)
+        if climber.evaluate.options != self.evaluate.options:
+            climber.evaluate.use(self.evaluate.options)
+        return climber
 
     def climb(self, climb: Climb, watch: Watch) -> Climbed:
         """Run it."""
@@ -228,7 +228,7 @@ class FoldedClimb:
     def __init__(self, outer: Climber, inner: Climber, climb: Climb, watch: Watch) -> None:
         self.outer, self.inner, self.task, self.watch = outer, inner, climb, watch
         self.told: Climbed | None = None
-        self._known: Configs = ()
+        self._unfolded: Configs = ()
         self._told_of = 0, 0.0
         """How many steps inside were told, and the least time that they were told with."""
         self._next = 0.0
@@ -257,8 +257,8 @@ class FoldedClimb:
         """What came of the climb so far; its best plan as of the last time that it was to ``unfold``."""
         outer, parts = self.outer, self.inner.fold
         assert parts is not None
-        if self.told is None or (unfold and inside.configs != self._known):
-            whole, self._known = parts.unfold(inside.configs), inside.configs
+        if self.told is None or (unfold and inside.configs != self._unfolded):
+            whole, self._unfolded = parts.unfold(inside.configs), inside.configs
             evaluation = outer.evaluate(whole)
             if self.told is None:
                 self.told = Climbed(self.task.index, self.task.phase, whole, evaluation)

@@ -36,9 +36,9 @@ class Evaluation:
         return self.shortfall == 0.0
 
 
-def by_rank(found: Evaluation) -> tuple[bool, float]:
+def by_rank(evaluation: Evaluation) -> tuple[bool, float]:
     """Key that sorts the better answer first: what fits into memory before what does not, then by cost."""
-    return not found.feasible, found.cost
+    return not evaluation.feasible, evaluation.cost
 
 
 def better(a: Evaluation, b: Evaluation) -> bool:

@@ -49,12 +49,12 @@ class Meshes:
     @cached_property
     def relabelings(self) -> tuple[Group, ...]:
         """Device -> device, for each way of going from the order of the machine to another and back."""
-        natural, found = self.orders[0], dict[Group, None]()
+        natural, relabelings = self.orders[0], dict[Group, None]()
         for order in self.orders[1:]:
             for source, destination in ((natural, order), (order, natural)):
                 to = dict(zip(source, destination, strict=True))
-                found.setdefault(tuple(to[d] for d in range(self.count)))
-        return tuple(found)
+                relabelings.setdefault(tuple(to[d] for d in range(self.count)))
+        return tuple(relabelings)
 
     def blocks(self, count: int) -> tuple[Group, ...]:
         """The ordered sets of ``count`` devices, a divisor of their number: the aligned blocks of every order, those of

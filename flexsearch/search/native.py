@@ -73,8 +73,8 @@ class _NativeSearch:
             starts: list[tuple[tuple[bool, float], int, int, int, dict[int, str]]] = []
             for data, tensor in self._meshes():
                 for split in self._starts(tensor):
-                    if (found := self._best_states(data, tensor, split)[2]) is not None:
-                        starts.append((by_rank(found), len(starts), data, tensor, split))
+                    if (start_evaluation := self._best_states(data, tensor, split)[2]) is not None:
+                        starts.append((by_rank(start_evaluation), len(starts), data, tensor, split))
             for _, _, data, tensor, split in sorted(starts, key=lambda start: start[:2]):
                 self._improve(data, tensor, split)
         except _Over:
@@ -119,9 +119,9 @@ class _NativeSearch:
                 for axis in ("", *axes):
                     other = {i: a for i, a in split.items() if i not in members}
                     other |= {i: axis for i in members} if axis else {}
-                    found = self._evaluate(data, tensor, other, states, options) if other != split else None
-                    if found is not None and (now is None or better(found, now)):
-                        split, now, improved = other, found, True
+                    evaluation = self._evaluate(data, tensor, other, states, options) if other != split else None
+                    if evaluation is not None and (now is None or better(evaluation, now)):
+                        split, now, improved = other, evaluation, True
         for choice in self.options:
             tuned = options.model_copy(update={"bucket_bytes": choice.bucket_bytes})
             if tuned != options:
@@ -141,9 +141,9 @@ class _NativeSearch:
                 ways.append((States.OPTIMIZER, usual))
         best: tuple[States, Options, Evaluation | None] = (*ways[0], None)
         for states, options in ways:
-            found = self._evaluate(data, tensor, split, states, options)
-            if found is not None and (best[2] is None or better(found, best[2])):
-                best = states, options, found
+            evaluation = self._evaluate(data, tensor, split, states, options)
+            if evaluation is not None and (best[2] is None or better(evaluation, best[2])):
+                best = states, options, evaluation
         return best
 
     def _evaluate(
@@ -158,17 +158,17 @@ class _NativeSearch:
             self.refused = error
             return None
         self.evaluate.use(options)
-        found = self.evaluate(configs)
+        evaluation = self.evaluate(configs)
         self.plans += 1
-        if self.best is None or better(found, self.best[0]):
-            strategy.prediction = Prediction(iteration_s=found.time_s)
-            self.best = found, strategy
+        if self.best is None or better(evaluation, self.best[0]):
+            strategy.prediction = Prediction(iteration_s=evaluation.time_s)
+            self.best = evaluation, strategy
         if self.on_progress is not None:
             self.on_progress(self.plans, self.best[0].time_s)
         late = self.budget.seconds is not None and time.monotonic() - self.began > self.budget.seconds
         if late or (self.budget.proposals is not None and self.plans >= self.budget.proposals):
             raise _Over
-        return found
+        return evaluation
 
     def _configs(self, data: int, tensor: int, split: Split, states: States) -> Configs:
         """The plan as PyTorch runs it."""
@@ -195,13 +195,13 @@ class _NativeSearch:
         sorts: dict[str, list[int]] = {}
         for i in sorted(self.weighted):
             sorts.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", self.graph.operators[i].module), []).append(i)
-        found = {}
+        splits = {}
         for members in sorts.values():
             op = self.graph.operators[members[0]]
             axes = [a for a in op.splittable if self._possible(members, a, tensor)]
             if axes:
-                found[tuple(members)] = tuple(axes)
-        return found
+                splits[tuple(members)] = tuple(axes)
+        return splits
 
     def _possible(self, members: list[int], axis: str, tensor: int) -> bool:
         try:

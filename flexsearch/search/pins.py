@@ -93,16 +93,16 @@ def parse_pins(texts: Sequence[str], graph: OperatorGraph, topology: Topology) -
 
     Raises StrategyError, which names the pin and what is wrong with it.
     """
-    count, found = len(topology.devices), dict[int, Pin]()
+    count, pins = len(topology.devices), dict[int, Pin]()
     for text in texts:
         pattern, settings = read_pin(text)
         matching = _matching(pattern, graph, text)
         for key, value in settings:
-            _set(found, matching, key, value, graph, count, printable(text))
+            _set(pins, matching, key, value, graph, count, printable(text))
     weighted = frozenset(i for i in range(len(graph.operators)) if has_weights(graph, i))
-    for i, pin in found.items():
+    for i, pin in pins.items():
         _check(graph.operators[i], pin, count)
-    return Pins(graph.operators, found, weighted, count) if found else None
+    return Pins(graph.operators, pins, weighted, count) if pins else None
 
 
 def _matching(pattern: str, graph: OperatorGraph, text: str) -> list[int]:
@@ -119,12 +119,12 @@ def _matching(pattern: str, graph: OperatorGraph, text: str) -> list[int]:
 
 
 def _set(
-    found: dict[int, Pin], matching: Iterable[int], key: str, value: str, graph: OperatorGraph, count: int, text: str
+    pins: dict[int, Pin], matching: Iterable[int], key: str, value: str, graph: OperatorGraph, count: int, text: str
 ) -> None:
     """Add one KEY=VALUE to the pins of operators."""
     used, axes = False, set[str]()
     for i in matching:
-        op, pin = graph.operators[i], found.get(i, Pin())
+        op, pin = graph.operators[i], pins.get(i, Pin())
         new: Pin | None = None
         if key == "devices":
             new = replace(pin, devices=_devices(value, count, text))
@@ -144,7 +144,7 @@ def _set(
             new = replace(pin, degrees=tuple(degrees.items()), shares=tuple(shares.items()))
         axes |= set(op.splittable)
         if new is not None:
-            used, found[i] = True, new
+            used, pins[i] = True, new
     if not used:
         raise StrategyError(
             f"pin {text!r}: none of these operators has an axis {key!r} that can be split; they have "
@@ -175,7 +175,7 @@ def _over(value: str, text: str) -> int:
 
 
 def _devices(value: str, count: int, text: str) -> tuple[int, ...]:
-    found: dict[int, None] = {}
+    chosen: dict[int, None] = {}
     for part in value.split(","):
         match = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
         if match is None:
@@ -183,10 +183,10 @@ def _devices(value: str, count: int, text: str) -> tuple[int, ...]:
         first, last = (int(digits[-15:]) if len(digits.lstrip("0")) < 15 else count for digits in (
             match[1], match[2] or match[1]))  # fmt: skip
         devices = range(first, last + 1)
-        if last >= count or not devices or any(device in found for device in devices):
+        if last >= count or not devices or any(device in chosen for device in devices):
             raise StrategyError(f"pin {text!r}: devices are 0 to {count - 1}, each once, the smaller number first")
-        found |= dict.fromkeys(devices)
-    return tuple(found)
+        chosen |= dict.fromkeys(devices)
+    return tuple(chosen)
 
 
 def _check(op: Operator, pin: Pin, count: int) -> None:

@@ -58,16 +58,16 @@ class Allowed:
 def read_allowed(text: str) -> tuple[str, ...]:
     """Names and recipes, separated by commas; what has an equals sign and no colon is an option of the recipe before
     it. Raises RecipeError."""
-    found: list[str] = []
+    entries: list[str] = []
     for item in (part.strip() for part in text.split(",")):
-        if found and "=" in item and ":" not in item:
-            found[-1] += f",{item}"
+        if entries and "=" in item and ":" not in item:
+            entries[-1] += f",{item}"
         elif item:
-            found.append(item)
-    if not found:
+            entries.append(item)
+    if not entries:
         raise RecipeError("--allow names no recipe", f"Give some of {', '.join(TRIED)}, or {ALL}.")
-    recipes_of(found)
-    return tuple(found)
+    recipes_of(entries)
+    return tuple(entries)
 
 
 def recipes_of(allow: Sequence[str]) -> list[str]:

@@ -77,12 +77,12 @@ class Requests:
     def _chain(self, templates: Templates) -> _Chains:
         """By operator that stands for those alike: links over which others of its group follow it."""
         if self._chains is None or self._chains[0] is not templates:
-            alike, found = templates.alike, dict[int, dict[int, None]]()
+            alike, links = templates.alike, dict[int, dict[int, None]]()
             numbers = dict(zip(self._links, link_kinds(self._links, alike), strict=True))
             for members in self.space.groups.values():
                 for source, _, link in members:
-                    found.setdefault(alike[source], {})[numbers[source, link]] = None
-            self._chains = templates, {operator: tuple(of) for operator, of in found.items()}
+                    links.setdefault(alike[source], {})[numbers[source, link]] = None
+            self._chains = templates, {operator: tuple(of) for operator, of in links.items()}
         return self._chains[1]
 
     def _derived(self, how: int, operator: int, config: OperatorConfig) -> OperatorConfig:

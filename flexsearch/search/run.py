@@ -164,10 +164,10 @@ class Run:
         self.climbs, reason = self._schedule.within(self.climbs)
         return reason
 
-    def _look(self, found: dict[int, Climbed], here: int | None) -> None:
+    def _look(self, climbed: dict[int, Climbed], here: int | None) -> None:
         """Say how it goes; end the search if the time is over, and turn to the best plan if it nearly is. ``here``: the
         climb of this process."""
-        now, climbs = time.monotonic(), list(found.values())
+        now, climbs = time.monotonic(), list(climbed.values())
         best = min((c.evaluation for c in climbs), key=by_rank, default=self.best.evaluation)
         if self._seen is None or better(best, self._seen):
             self._seen, self.improved = best, now
@@ -218,8 +218,8 @@ class Run:
         for climbed in self.climbs:
             for step in climbed.steps:
                 if step.time_s < self.history[-1].time_s or not self.best.evaluation.feasible:
-                    found = Improvement(self.proposals + step.proposal, step.time_s, climbed.phase, step.move)
-                    self.history.append(found)
+                    improvement = Improvement(self.proposals + step.proposal, step.time_s, climbed.phase, step.move)
+                    self.history.append(improvement)
             if better(climbed.evaluation, self.best.evaluation):
                 self.best = Plan(climbed.configs, climbed.evaluation, climbed.optimal)
                 self.found_in = climbed.phase

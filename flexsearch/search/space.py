@@ -134,8 +134,8 @@ class Space:
             roles.setdefault((self.model[i], sub("[0-9]+", "#", name)), []).append(i)
             if layer is not None:
                 steps.setdefault((layer, self.model[i]), []).append(i)
-        found = (*shapes.values(), *roles.values(), *(sorted(members) for members in steps.values()))
-        return tuple(dict.fromkeys(tuple(members) for members in found if len(members) > 1))
+        classes = (*shapes.values(), *roles.values(), *(sorted(members) for members in steps.values()))
+        return tuple(dict.fromkeys(tuple(members) for members in classes if len(members) > 1))
 
     def may_alternate(self, members: Sequence[int]) -> bool:
         """Whether a chain gives members of a class configs in turn (A, B, A, B): on many devices not the steps of a
@@ -165,11 +165,11 @@ class Space:
     @cached_property
     def loose_classes(self) -> tuple[tuple[int, ...], ...]:
         """As ``classes``, of operators that are no leaders."""
-        found: dict[int, list[int]] = {}
+        classes: dict[int, list[int]] = {}
         for i in range(len(self.graph.operators)):
             if i not in self.groups:
-                found.setdefault(self.model[i], []).append(i)
-        return tuple(tuple(members) for members in found.values() if len(members) > 1)
+                classes.setdefault(self.model[i], []).append(i)
+        return tuple(tuple(members) for members in classes.values() if len(members) > 1)
 
     def shape(self, operator: int) -> tuple[object, ...]:
         """What operators have in common that can have each other's configs."""
@@ -257,8 +257,8 @@ class Space:
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
         now = configs[operator]
         seen = {now}
-        for found in self._alternatives(operator, configs):
-            candidate = self.fix(operator, found)
+        for config in self._alternatives(operator, configs):
+            candidate = self.fix(operator, config)
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
@@ -322,12 +322,12 @@ class Space:
 
     def random_plan(self, rng: np.random.Generator) -> tuple[OperatorConfig, ...]:
         """Every leader at random, the others following."""
-        found: dict[int, OperatorConfig] = {}
+        configs: dict[int, OperatorConfig] = {}
         for leader, members in self.groups.items():
-            found[leader] = self.fix(leader, self.draw(rng, leader))
+            configs[leader] = self.fix(leader, self.draw(rng, leader))
             for source, member, link in members:
-                found[member] = self.fix(member, self.propagation.over(source, found[source], link))
-        return self.fixed(found.get(i) or self.draw(rng, i) for i in range(len(self.graph.operators)))
+                configs[member] = self.fix(member, self.propagation.over(source, configs[source], link))
+        return self.fixed(configs.get(i) or self.draw(rng, i) for i in range(len(self.graph.operators)))
 
     def follow(self, leader: int, config: OperatorConfig) -> dict[int, OperatorConfig]:
         """A leader's config and what the operators of its group make of it."""

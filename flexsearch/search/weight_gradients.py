@@ -45,7 +45,7 @@ def search_weight_gradients(
     divided = with_weight_gradients(graph, names)
     own = Costs(divided, topology, costs.profile)
     climber = Climber(divided, topology, own, options, seed, parse_pins(pins, divided, topology))
-    best, made, interrupted = _climb(climber, _starts(divided, result), began, budget_s, proposals)
+    best, tried, interrupted = _climb(climber, _starts(divided, result), began, budget_s, proposals)
     if interrupted:
         result = replace(result, stopped="interrupted")
     configs = dict(zip((op.name for op in divided.operators), _simplified(climber, best), strict=True))
@@ -55,7 +55,7 @@ def search_weight_gradients(
     )
     faster = not result.feasible or is_faster(simulation, result.simulation, margin)
     if not strategy.weight_gradients or not feasible or not faster:
-        return replace(result, proposals=result.proposals + made)
+        return replace(result, proposals=result.proposals + tried)
     bound_s = min(lower_bound(divided, topology, own, options, None).seconds, result.bound_s)
     before = result.strategy.search
     if result.strategy.prediction is not None and before is not None:
@@ -65,11 +65,11 @@ def search_weight_gradients(
             data_parallel_s=result.strategy.prediction.data_parallel_s,
         )  # fmt: skip
         strategy.search = before.model_copy(
-            update={"locally_optimal": False, "bound_s": bound_s, "proposals": min(before.proposals + made, MAX_COUNT)}
+            update={"locally_optimal": False, "bound_s": bound_s, "proposals": min(before.proposals + tried, MAX_COUNT)}
         )
     return replace(
         result, strategy=strategy, simulation=simulation, feasible=True, locally_optimal=False, bound_s=bound_s,
-        proposals=result.proposals + made, elapsed_s=result.elapsed_s + time.monotonic() - began, baseline="",
+        proposals=result.proposals + tried, elapsed_s=result.elapsed_s + time.monotonic() - began, baseline="",
         set_aside=None,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def _climb(
         key=lambda row: by_rank(row[0]),
     )
     now, best = ranked[0]
-    left, made = proposals if proposals is not None else MAX_COUNT, 0
+    left, tried = proposals if proposals is not None else MAX_COUNT, 0
     for k, (_, start) in enumerate(ranked[:GRADIENT_STARTS]):
         last: list[Climbed] = []
 
@@ -115,12 +115,12 @@ def _climb(
         except (_Over, KeyboardInterrupt) as end:  # what the climb has reached by then counts
             ended, interrupted = True, isinstance(end, KeyboardInterrupt)
         if last:
-            made, left = made + last[0].proposals, left - last[0].proposals
+            tried, left = tried + last[0].proposals, left - last[0].proposals
             if by_rank(last[0].evaluation) < by_rank(now):
                 now, best = last[0].evaluation, last[0].configs
         if ended:
             break
-    return best, made, interrupted
+    return best, tried, interrupted
 
 
 def _simplified(climber: Climber, configs: Configs) -> Configs:
@@ -137,8 +137,8 @@ def _simplified(climber: Climber, configs: Configs) -> Configs:
         config = (now[i + 1] if op.half == "weights" else now[i]).sharded(States.WHOLE)
         if config != now[i]:
             simpler = (*now[:i], config, *now[i + 1 :])
-            if (found := climber.evaluate(simpler).cost) <= (1.0 + GRADIENT_WORTH) * cost:
-                now, cost = list(simpler), min(cost, found)
+            if (simpler_cost := climber.evaluate(simpler).cost) <= (1.0 + GRADIENT_WORTH) * cost:
+                now, cost = list(simpler), min(cost, simpler_cost)
     return tuple(now)
 
 

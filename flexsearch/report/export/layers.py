@@ -163,13 +163,13 @@ def _in_place(file: File) -> None:
 def _patterns(styles: Mapping[str, str], graph: OperatorGraph, whole: set[str]) -> dict[str, str]:
     """The styles with "layers.*" for numbers where all such modules have the same. ``whole``: modules to be named."""
     modules = {op.module for op in graph.operators}
-    found: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for name, style in styles.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
         alike = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         same = all(styles.get(m) == style for m in modules if alike.fullmatch(m))
-        found[pattern if same and name not in whole else name] = style
-    return found
+        patterns[pattern if same and name not in whole else name] = style
+    return patterns
 
 
 def _without_cache(file: File) -> None:

@@ -309,10 +309,10 @@ def _parts(file: File) -> None:
 def _forward_backward(file: File) -> None:
     """``forward_backward``, and what is done to gradients of all stages together."""
     if file.own_loss:
-        takes, given = "batch: dict[str, Tensor]", f"**batch, target=torch.zeros({file.strategy.microbatches})"
+        takes, arguments = "batch: dict[str, Tensor]", f"**batch, target=torch.zeros({file.strategy.microbatches})"
     else:
-        takes, given = "inputs: tuple[Tensor, ...], target: Tensor", "inputs=inputs, target=target"
-    lines = ["losses: list[Tensor] = []", f"schedule.step({given}, losses=losses)"]
+        takes, arguments = "inputs: tuple[Tensor, ...], target: Tensor", "inputs=inputs, target=target"
+    lines = ["losses: list[Tensor] = []", f"schedule.step({arguments}, losses=losses)"]
     if file.plan.stages.tied:
         write_tied(file)
         lines.append("add_tied(parts)")

@@ -49,8 +49,8 @@ class Replicas:
         those of (rows, batch, ...)."""
         self._model.train()
         if self._batched:
-            found, losses = self._all(weights.detach(), {}, inputs, targets)
-            return found, losses.detach()
+            gradients, losses = self._all(weights.detach(), {}, inputs, targets)
+            return gradients, losses.detach()
         rows = [
             self._one(weights[k].detach(), self._buffers[rank], inputs[k], targets[k]) for k, rank in enumerate(ranks)
         ]

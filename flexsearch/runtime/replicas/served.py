@@ -87,8 +87,8 @@ class Served:
         ):  # a gradient depends on what was pulled alone: compute all that are due at once
             due = sorted(self._copies)
             copies = torch.cat([self._copies.pop(w) for w in due])
-            found, losses = self._gradients(copies, due, [self.steps[w] for w in due])
-            self._computed.update((w, (found[k : k + 1], losses[k])) for k, w in enumerate(due))
+            gradients, losses = self._gradients(copies, due, [self.steps[w] for w in due])
+            self._computed.update((w, (gradients[k : k + 1], losses[k])) for k, w in enumerate(due))
         gradient, loss = self._computed.pop(worker)
         self._losses.append(loss)
         pushed = self._recipe.pushed(worker, self._residual[worker], gradient, self.steps[worker], self._sizes)

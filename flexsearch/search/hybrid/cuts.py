@@ -86,9 +86,9 @@ class Cuts:
         least = min((int(self.crossing[i]) for i in inner), default=0)
         for apart in (self._shared, np.zeros_like(self._shared)):
             for factor in NARROW:
-                found = [i for i in inner if self.crossing[i] <= factor * least and not apart[i]]
-                if len(found) >= stages - 1:
-                    return [0, *found]
+                narrow = [i for i in inner if self.crossing[i] <= factor * least and not apart[i]]
+                if len(narrow) >= stages - 1:
+                    return [0, *narrow]
         return list(range(len(self.crossing)))
 
     @cached_property

@@ -69,7 +69,7 @@ class Divider:
         exceeded."""
         estimates, layout, options = self.estimates, self.layout, self.options
         stored = self.works.stored(layout.tensor, options.recompute)
-        count, found = len(self.ends), {}
+        count, tables = len(self.ends), {}
         forbidden = np.tril(np.ones((count, count), bool))
         sent = np.concatenate([[0], estimates.cuts.crossing[self.ends[1:-1]], [0]]) * self.samples
         for begin in range(self.units):
@@ -90,8 +90,8 @@ class Divider:
                     table = np.stack([np.maximum(busy, hop), busy + 2.0 * hop])
                 room = estimates.memory[begin * layout.tensor : (begin + width) * layout.tensor].min()
                 table[:, forbidden | (_between(states) + share * _between(kept) > room)] = np.inf
-                found[begin, width] = table
-        return found
+                tables[begin, width] = table
+        return tables
 
     def _run(self, depth: int, together: np.ufunc, row: int) -> tuple[Values, npt.NDArray[np.int64]]:
         """By number of stages - 1, limit, place and groups used: the least sum (or maximum) over stages, and the place

@@ -251,10 +251,10 @@ class Estimates:
             ranks = range(layout.pipeline if layout.widths else 1)
             lines = [self.agreement(layout, rank, first, step) for rank in ranks]
             start, each = np.array(lines).T
-            found: Values = np.where(
+            agreement_s: Values = np.where(
                 weights > 0.0, start * np.ceil(weights / options.bucket_bytes) + each * weights, 0.0
             )
-            return found
+            return agreement_s
 
         if not layout.over:
             every = seconds() / (2 if layout.states else 1)  # a gather or a reduce-scatter is half an all-reduce

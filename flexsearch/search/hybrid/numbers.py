@@ -72,13 +72,13 @@ class Numbers:
 
     def _divided(self, layout: Layout, units: int) -> Iterator[Key]:
         """The best divisions of one block. Equal stages of several groups each are a layout of more blocks."""
-        alike, found = len(self.estimates.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
+        alike, divisions = len(self.estimates.works.kinds) == 1, list[tuple[float, int, Layout, tuple[int, ...]]]()
         for widths, first in dict.fromkeys(Divider(self.estimates, layout, self.options, units).divisions()):
             wide = layout.wide(widths)
             plainer = alike and len(set(widths)) == 1 and widths[0] > 1
             if not plainer and (wide.speed or not layout.speed):
-                found.append((self.estimates.estimate(wide, self.options, first).cost, len(found), wide, first))
-        for _, _, wide, first in sorted(found)[:DIVISIONS]:
+                divisions.append((self.estimates.estimate(wide, self.options, first).cost, len(divisions), wide, first))
+        for _, _, wide, first in sorted(divisions)[:DIVISIONS]:
             for schedule in ("1f1b", "gpipe", "zero-bubble") if wide.pipeline > 1 else ("1f1b",):
                 order = replace(wide, schedule=schedule)
                 if runs(order):

@@ -21,10 +21,10 @@ def listed(simulator: DeltaSimulator, pipeline: Pipeline) -> Pipeline | None:
     passes = _passes(simulator, pipeline)
     if any(sum(passes.nbytes[s] for s in row) > limit for row, limit in zip(passes.held, passes.limit, strict=True)):
         return None
-    found = list_schedule(passes, pipeline.microbatches)
-    if found.kind is not None:
+    schedule = list_schedule(passes, pipeline.microbatches)
+    if schedule.kind is not None:
         return None
-    orders = tuple(" ".join(map(str, row)) for row in found.orders)
+    orders = tuple(" ".join(map(str, row)) for row in schedule.orders)
     return replace(pipeline, schedule="zero-bubble", orders=orders)
 
 

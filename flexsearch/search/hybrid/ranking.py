@@ -56,13 +56,13 @@ class Ratios:
 
     def numbers(self, key: Key) -> list[int]:
         """Of what a plan has in common with others, by level."""
-        found = []
+        by_level = []
         for numbers, rows, what in zip(self._numbers, self._sums, likeness(key), strict=True):
             if (number := numbers.get(what)) is None:
                 number = numbers[what] = len(rows)
                 rows.append([0.0, 0.0, 0.0])
-            found.append(number)
-        return found
+            by_level.append(number)
+        return by_level
 
     def learn(self, key: Key, estimate: Estimate, simulated: Estimate) -> None:
         """Take a simulated plan into account."""
@@ -94,12 +94,12 @@ class Ratios:
 
     def factors(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """By which the time and the memory of plans are to be multiplied (rows). ``numbers``: a row for each level."""
-        found = np.ones((2, numbers.shape[1]))
+        factors = np.ones((2, numbers.shape[1]))
         for level in reversed(range(LEVELS)):
             count, *sums = np.array(self._sums[level])[numbers[level]].T
             told = count > 0.0
-            found[:, told] = [row[told] / count[told] for row in sums]
-        return found
+            factors[:, told] = [row[told] / count[told] for row in sums]
+        return factors
 
 
 class Ranking:
@@ -120,8 +120,8 @@ class Ranking:
     @property
     def untried(self) -> npt.NDArray[np.bool_]:
         """Plans of sorts (devices, states and order) of which none has been simulated."""
-        found: npt.NDArray[np.bool_] = self.ratios.counts(SORT)[self.numbers[SORT]] == 0.0
-        return found
+        untried: npt.NDArray[np.bool_] = self.ratios.counts(SORT)[self.numbers[SORT]] == 0.0
+        return untried
 
     def chosen(self, suits: Callable[[Key], bool]) -> npt.NDArray[np.bool_]:
         """Which plans suit."""

@@ -24,7 +24,7 @@ class Splits:
 
     def __init__(self, simulators: StagedSimulators) -> None:
         self.simulators, self.speeds = simulators, speeds(simulators.topology)
-        self._known: dict[Hashable, Configs] = {}
+        self._configs: dict[Hashable, Configs] = {}
         self._forms: dict[tuple[int, int, int], Hashable] = {}
 
     def _lowering(self, layout: Layout) -> Lowering:
@@ -34,27 +34,27 @@ class Splits:
         """Megatron's splits (Shoeybi et al., 2019) in each of ``width`` groups of ``layout.tensor`` devices, which
         share out the samples; weights sharded if the layout says so."""
         key = layout.tensor, width, layout.sharding, self._form(layout, layout.tensor * width)
-        if key not in self._known:
+        if key not in self._configs:
             lowering = self._lowering(layout)
             graph = lowering.graph
             configs = inside_group(graph, lowering.topology, layout.tensor, width)
-            self._known[key] = tuple(
+            self._configs[key] = tuple(
                 config.sharded(*(layout.sharding if has_weights(graph, i) else Sharding()))
                 for i, config in enumerate(configs)
             )
-        return self._known[key]
+        return self._configs[key]
 
     def _by_speed(self, layout: Layout, group: Sequence[int]) -> Configs:
         """The same in a group of devices that share out the samples by their speeds."""
         graph, row = self._lowering(layout).graph, self.speeds[layout.speed - 1]
         speed = [row[device] for device in group]
         key = layout.tensor, layout.states, layout.data, layout.microbatches, tuple(speed)
-        if key not in self._known:
+        if key not in self._configs:
             whole = self.inside(layout, len(group) // layout.tensor)
-            self._known[key] = tuple(
+            self._configs[key] = tuple(
                 shared_out(op, config, speed) for op, config in zip(graph.operators, whole, strict=True)
             )
-        return self._known[key]
+        return self._configs[key]
 
     def _form(self, layout: Layout, devices: int) -> Hashable:
         """What of a microbatch its splits among so many devices depend on: whether samples are as many as they, and
@@ -74,17 +74,17 @@ class Splits:
         are those of the first block."""
         groups = layout.groups()
         pipeline = Pipeline(layout.data, first, groups, layout.microbatches, layout.schedule)
-        found: list[OperatorConfig] = []
+        all_configs: list[OperatorConfig] = []
         ends = [*first[1:], len(self.simulators.graph.operators)]
         for group, begin, end in zip(groups, first, ends, strict=True):
             width = len(group) // layout.tensor
             alike = not layout.speed or width == 1
             configs = (self.inside(layout, width) if alike else self._by_speed(layout, group))[begin:end]
             offset = group[0]
-            found += configs if not offset else [
+            all_configs += configs if not offset else [
                 config.on(offset + d for d in config.devices) for config in configs
             ]  # fmt: skip
-        return pipeline, tuple(found)
+        return pipeline, tuple(all_configs)
 
     def alternatives(
         self, layout: Layout, pipeline: Pipeline, configs: Sequence[OperatorConfig]

@@ -90,13 +90,13 @@ class Works:
     @cached_property
     def regions(self) -> dict[Recompute, list[int]]:
         """By setting, the region of each operator; without settings by which nothing could be computed again."""
-        found: dict[Recompute, list[int]] = {}
+        regions: dict[Recompute, list[int]] = {}
         for recompute in get_args(Recompute):
             try:
-                found[recompute] = regions_of(self.graph, recompute, [0] * self.count)
+                regions[recompute] = regions_of(self.graph, recompute, [0] * self.count)
             except StrategyError:
                 continue
-        return found
+        return regions
 
     # ---- time
 
@@ -142,13 +142,13 @@ class Works:
     def _extents(self, operator: int, config: OperatorConfig, samples: int) -> tuple[int, ...]:
         """Indices of the largest piece on each axis."""
         op = self.graph.operators[operator]
-        found = []
+        extents = []
         for axis in op.access.axes:
             size = op.sizes[axis]
             if op.roles[axis] == "sample":
                 size = max(1, size * samples // self.graph.batch)
-            found.append(ceil(size / config.degree(axis)))
-        return tuple(found)
+            extents.append(ceil(size / config.degree(axis)))
+        return tuple(extents)
 
     def _partial_sums(self, tensor: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """By operator, bytes of results of the whole batch that are sums over the group: of outputs, and of gradients
