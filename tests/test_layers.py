@@ -173,3 +173,25 @@ def test_optimizing_a_saved_graph_never_imports_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "False"
     assert (tmp_path / "strategy.json").exists()
+
+
+EMPTY = {"found", "known", "made", "given"}
+"""Words that say nothing as names of values."""
+PUBLIC = {("measure.profiler", "known")}
+"""A parameter that users may give by its name."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Names of variables, parameters, and attributes of ``self`` that a module binds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr.lstrip("_")
+
+
+def test_names_of_values_say_what_they_hold() -> None:
+    bound = {(module, name) for module, path in modules() for name in bound_names(ast.parse(path.read_text()))}
+    assert {(module, name) for module, name in bound if name in EMPTY} == PUBLIC
