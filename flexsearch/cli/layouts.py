@@ -265,7 +265,8 @@ def simulate_staged(
     setting: Setting, name: str, strategy: Strategy, trace: Path | None, as_json: bool, cost_per_hour: float | None
 ) -> None:
     """Simulate a plan with stages or microbatches, and print it."""
-    from flexsearch.report.layouts import layout_words, memory_words, staged_data, staged_table, usage_words
+    from flexsearch.report.layouts import memory_words, staged_data, staged_table, usage_words
+    from flexsearch.report.uncertainty import basis_words
 
     tasks = None
     with Live(compiling()):
@@ -282,7 +283,7 @@ def simulate_staged(
         tell(headline(setting), indent=2)
         stdout.print()
         stdout.print(staged_table(setting.graph, [row]))
-        tell(f"\n{layout_words(row)}.")
+        tell(f"\n{basis_words(row.step.estimate)}")
         tell(f"Devices on average: {usage_words(row.step)}. Communication counts only where it is exposed.")
         tell(f"Memory of the fullest device: {memory_words(row.step)}.")
         tell_cost(setting, row.step.makespan_s, cost_per_hour)
