@@ -1,8 +1,9 @@
 """A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
 
-Layers are rolled up over the numbered blocks of the model. If that still takes more than ``MOST`` lines, layers that
-differ from their kind are counted rather than named, then modules are told as a whole, and at last only the groups in
-which most is computed are told one by one.
+Layers are rolled up over the numbered blocks of the model. If that still takes more than ``MOST`` lines, operators that
+neither compute nor have weights (slices of a sequence, say) are counted rather than named, then layers that differ from
+their kind are, then modules are told as a whole, and at last only the groups in which most is computed are told one by
+one.
 """
 
 from __future__ import annotations
@@ -83,12 +84,20 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     for i, text in told.items():
         sorts.setdefault((_NUMBER.sub("*", layer_of(graph, i), count=1), text), []).append(i)
     rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
+    groups = told_apart(graph, _joined(graph, rows))
+    if len(groups) <= MOST:
+        return groups
+    idle = [row for row in rows if not any(_matters(graph, i) for i in row.operators)]
+    rest = tuple(Group(row.pattern, row.treatment, row.operators) for row in idle)
+    rows = [row for row in rows if row not in idle]
     for shorter in (None, _mainly, _whole_modules):
         rows = rows if shorter is None else shorter(rows)
         for groups in (joined := told_apart(graph, _joined(graph, rows)), _by_treatment(joined)):
-            if len(groups) <= MOST:
-                return groups
-    return _largest(graph, groups)
+            if len(groups) <= MOST - bool(idle):
+                return (*groups, _counted(graph, rest, groups)) if idle else groups
+    largest = _largest(graph, groups)
+    rest += tuple(group for group in groups if group not in largest)
+    return (*largest, _counted(graph, rest, largest))
 
 
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -183,16 +192,27 @@ def _by_treatment(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(result)
 
 
+def _matters(graph: OperatorGraph, operator: int) -> bool:
+    """Whether an operator computes anything, or has weights."""
+    op = graph.operators[operator]
+    return bool(forward_flops(op, op.sizes)) or any(graph.tensor[name].kind == "parameter" for name in op.inputs)
+
+
+def _flops(graph: OperatorGraph, groups: Iterable[Group]) -> float:
+    operators = (graph.operators[i] for group in groups for i in group.operators)
+    return float(sum(forward_flops(op, op.sizes) for op in operators))
+
+
 def _largest(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups in which most is computed, and the others as one."""
+    """The groups in which most is computed, one fewer than lines."""
+    largest = sorted(range(len(groups)), key=lambda k: (-_flops(graph, groups[k : k + 1]), k))[: MOST - 1]
+    return tuple(groups[k] for k in sorted(largest))
 
-    def flops(group: Group) -> float:
-        operators = (graph.operators[i] for i in group.operators)
-        return float(sum(forward_flops(op, op.sizes) for op in operators))
 
-    largest = sorted(range(len(groups)), key=lambda k: (-flops(groups[k]), k))[: MOST - 1]
-    rest = [group for k, group in enumerate(groups) if k not in largest]
+def _counted(graph: OperatorGraph, rest: Sequence[Group], told: Sequence[Group]) -> Group:
+    """Groups as one that says how many treatments they have; ``told``: those that have lines of their own."""
     operators = tuple(sorted(i for group in rest for i in group.operators))
-    share = sum(map(flops, rest)) / (sum(map(flops, groups)) or 1.0)
-    text = f"{len(rest)} other treatments (together {100 * share:.2g} % of the computing)"
-    return (*(groups[k] for k in sorted(largest)), Group("other layers", text, operators))
+    share = _flops(graph, rest) / (_flops(graph, (*rest, *told)) or 1.0)
+    count = len({group.treatment for group in rest})
+    text = f"{count} other treatment{'s' if count > 1 else ''} (together {100 * share:.2g} % of the computing)"
+    return Group("other layers", text, operators)
