@@ -233,10 +233,17 @@ def test_device_sets_have_names() -> None:
     assert device_set(hosts, [1]) == "host1"
     assert device_set(hosts, [0, 2]) == "2 hosts (host0, host2)"
     assert device_set(cluster, range(16)) == "16 GPUs on 4 hosts"
-    assert device_set(cluster, range(8)) == "8 GPUs on 2 hosts"
+    assert device_set(cluster, range(8)) == "the 8 GPUs of node0, node1"
+    assert device_set(cluster, [*range(4), *range(8, 16)]) == "the 12 GPUs of node0, node2, node3"
     assert device_set(cluster, range(4)) == "the 4 GPUs of node0"
     assert device_set(cluster, [5]) == "node1/gpu1"
     assert device_set(cluster, [0, 1, 2, 5]) == "GPUs 0-2,5"
+    many = Topology.load("p100:16")
+    assert device_set(many, range(16, 48)) == "the 32 GPUs of node4..node11"
+    assert device_set(many, [d for d in range(64) if d // 4 % 2]) == "GPUs " + ",".join(
+        f"{d}-{d + 3}" for d in range(4, 64, 8)
+    )
+    assert device_set(Topology.load("ethernet-1g:8"), range(2, 8)) == "6 hosts (host2..host7)"
 
 
 @pytest.mark.parametrize(
