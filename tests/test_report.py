@@ -107,18 +107,19 @@ def test_exceptions_among_many_steps_are_counted() -> None:
     assert any(re.search(r"hidden features over 16 GPUs.*\(\d of 80 otherwise\)", group.treatment) for group in told)
 
 
-def test_slices_of_a_sequence_take_no_lines_from_layers() -> None:
+@pytest.mark.parametrize("every", [1, 50])
+def test_slices_of_a_sequence_take_no_lines_from_layers(every: int) -> None:
     graph, topology = OperatorGraph.load("nmt"), Topology.load("p100:2")
     configs = list(baseline("data-parallel x layer-wise", graph, topology).in_order(graph))
     slices = [i for i, op in enumerate(graph.operators) if op.kind == "slice"]
-    for k, i in enumerate(slices):
+    for k, i in enumerate(slices[::every]):
         configs[i] = make_config(graph.operators[i], {}, [k * k % 8])
     told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
     *layers, other = told
     assert not any("slice" in group.layers for group in told)
     assert {"encoder.layers.0-1", "decoder.layers.0-1"} <= {group.layers for group in layers}
     assert (other.layers, set(slices) & set(other.operators)) == ("other layers", set(other.operators))
-    assert re.fullmatch(r"\d+ other treatments \(together 0 % of the computing\)", other.treatment)
+    assert re.fullmatch(r"\d+ other treatments? \(together 0 % of the computing\)", other.treatment)
 
 
 def test_figures_have_three_digits_and_a_unit() -> None:

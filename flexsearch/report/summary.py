@@ -1,9 +1,9 @@
 """A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
 
-Layers are rolled up over the numbered blocks of the model. If that still takes more than ``MOST`` lines, operators that
-neither compute nor have weights (slices of a sequence, say) are counted rather than named, then layers that differ from
-their kind are, then modules are told as a whole, and at last only the groups in which most is computed are told one by
-one.
+Layers are rolled up over the numbered blocks of the model. Operators that neither compute nor have weights, such as
+slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, layers that differ
+from their kind are counted, too, then modules are told as a whole, and at last only the groups in which most is
+computed are told one by one.
 """
 
 from __future__ import annotations
@@ -84,19 +84,17 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     for i, text in told.items():
         sorts.setdefault((_NUMBER.sub("*", layer_of(graph, i), count=1), text), []).append(i)
     rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
-    groups = told_apart(graph, _joined(graph, rows))
-    if len(groups) <= MOST:
-        return groups
     idle = [row for row in rows if not any(_matters(graph, i) for i in row.operators)]
-    rest = tuple(Group(row.pattern, row.treatment, row.operators) for row in idle)
-    rows = [row for row in rows if row not in idle]
+    rows = [row for row in rows if row not in idle] or rows
     for shorter in (None, _mainly, _whole_modules):
         rows = rows if shorter is None else shorter(rows)
         for groups in (joined := told_apart(graph, _joined(graph, rows)), _by_treatment(joined)):
-            if len(groups) <= MOST - bool(idle):
-                return (*groups, _counted(graph, rest, groups)) if idle else groups
+            others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
+            rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
+            if len(groups) + bool(rest) <= MOST:
+                return (*groups, _counted(graph, rest, groups)) if rest else groups
     largest = _largest(graph, groups)
-    rest += tuple(group for group in groups if group not in largest)
+    rest += [group for group in groups if group not in largest]
     return (*largest, _counted(graph, rest, largest))
 
 
