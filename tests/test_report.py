@@ -102,6 +102,33 @@ def test_every_plan_is_told_in_ten_lines(name: str, share: float) -> None:
     assert weighted <= set(operators), "every operator with weights is in one"
 
 
+def test_layers_of_a_block_keep_their_names_where_there_is_much_to_tell() -> None:
+    graph, topology = OperatorGraph.load("bert"), Topology.load("p100:4")
+    configs = list(baseline("megatron", graph, topology).in_order(graph))
+    sorts = list(dict.fromkeys(re.sub(r"\d+", "*", op.name) for op in graph.operators if op.kind == "linear"))
+    for i, op in enumerate(graph.operators):
+        if op.kind == "linear":
+            k = sorts.index(re.sub(r"\d+", "*", op.name))
+            configs[i] = make_config(op, {}, range(16 - k))
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    names = [group.layers for group in told]
+    assert {"layers.0-11.attn.k_proj", "layers.0-11.attn.v_proj", "layers.0-11.attn.out_proj"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_what_most_of_the_computing_has_in_common_is_told_first() -> None:
+    graph, topology = OperatorGraph.load("bert"), Topology.load("p100:4")
+    configs = list(baseline("data-parallel", graph, topology).in_order(graph))
+    odd = [i for i, op in enumerate(graph.operators) if re.search(r"layers\.(1|4|6|9)\.attn\.k_proj", op.name)]
+    for i in odd:
+        configs[i] = make_config(graph.operators[i], {}, range(4))
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    assert (told[0].layers, told[0].treatment) == ("most layers", "batch over the 8 GPUs of node0, node1")
+    assert ("layers.1,4,6,9.attn.k_proj", "replicated on the 4 GPUs of node0") in [
+        (g.layers, g.treatment) for g in told
+    ]
+
+
 def test_exceptions_among_many_steps_are_counted() -> None:
     told = groups(restless("nmt", 0.03, seed=1))
     assert any(re.search(r"hidden features over 16 GPUs.*\(\d of 80 otherwise\)", group.treatment) for group in told)

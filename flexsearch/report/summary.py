@@ -2,8 +2,7 @@
 
 Layers are rolled up over the numbered blocks of the model. Operators that neither compute nor have weights, such as
 slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, layers that differ
-from their kind are counted, too, then modules are told as a whole, and at last only the groups in which most is
-computed are told one by one.
+from their kind are counted, too, and at last only the groups in which most is computed are told one by one.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ MOST: Final = 10
 """Lines in which every plan is told."""
 FEW: Final = 6
 """Up to so many groups are told in the order of the layers."""
+MAIN: Final = "most layers"
+"""Those of the treatment that has most of the computing, where they are too many to name."""
 MAINLY: Final = 0.8
 """A layer's operators (steps, blocks) are told by what so many of them have in common."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
@@ -86,9 +87,11 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
     idle = [row for row in rows if not any(_matters(graph, i) for i in row.operators)]
     rows = [row for row in rows if row not in idle] or rows
-    for shorter in (None, _mainly, _whole_modules):
+    for shorter in (None, _mainly):
         rows = rows if shorter is None else shorter(rows)
-        for groups in (joined := told_apart(graph, _joined(graph, rows)), _by_treatment(joined)):
+        joined = told_apart(graph, _joined(graph, rows))
+        by_treatment = _by_treatment(graph, joined)
+        for groups in (joined, by_treatment) if by_treatment[0].layers != MAIN else (by_treatment,):
             others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
             rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
             if len(groups) + bool(rest) <= MOST:
@@ -167,26 +170,21 @@ def _mainly(rows: Sequence[_Row]) -> list[_Row]:
     return shorter
 
 
-def _whole_modules(rows: Sequence[_Row]) -> list[_Row]:
-    """Layers of a module (of a block, where that is repeated) that are treated alike, as that module."""
-    merged: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        parent = "" if row.pattern.endswith("*") else row.pattern.rpartition(".")[0]
-        merged.setdefault((parent or row.pattern, row.treatment), []).extend(row.operators)
-    return [_Row(parent, text, tuple(sorted(operators))) for (parent, text), operators in merged.items()]
-
-
-def _by_treatment(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Each treatment once, with the first few of its layers."""
+def _by_treatment(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Each treatment once, with the first few of its layers. The one of most of the computing comes first: other lines
+    are exceptions from it."""
     same: dict[str, list[Group]] = {}
     for group in groups:
         same.setdefault(group.treatment, []).append(group)
-    result = []
+    result, whole = list[Group](), _flops(graph, groups)
     for text, members in same.items():
         layers = list(dict.fromkeys(group.layers for group in members))
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
         operators = tuple(sorted(i for group in members for i in group.operators))
-        result.append(Group(", ".join(layers[:3]) + more, text, operators))
+        if more and 2.0 * _flops(graph, members) > whole:
+            result.insert(0, Group(MAIN, text, operators))
+        else:
+            result.append(Group(", ".join(layers[:3]) + more, text, operators))
     return tuple(result)
 
 
