@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexsearch.api import compare
-from flexsearch.cli.answer import _few
+from flexsearch.cli.answer import _few, _what_it_is
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
@@ -170,8 +170,20 @@ def test_a_search_that_has_hardly_begun_says_so(cli: Cli, proposals: int, few: b
     data = cli(*arguments, "--json").json
     assert data["few_proposals"] == few
     out = " ".join(cli(*arguments).out.split())
-    assert ("Only 5 proposals in" in out and "hardly better than the best baseline" in out) == few
+    assert ("Only 5 proposals in" in out and "nothing better than the baselines has been found yet" in out) == few
     assert not (few and "found nothing" in out)
+
+
+def test_a_search_that_has_hardly_begun_tells_of_the_faster_plan_that_it_did_not_choose() -> None:
+    graph, topology = mlp(), ethernet(2)
+    result = search(graph, topology, Costs(graph, topology), proposals=1, processes=1)
+    own = result.simulation.estimate
+    aside = replace(own, seconds=0.99 * own.seconds)
+    result = replace(result, baseline="data-parallel", bound_s=0.0, alternatives=10**6, locally_optimal=False)
+    assert result.few
+    assert "was not chosen" in _what_it_is(replace(result, set_aside=aside))
+    assert "there may well be better plans" in _few(replace(result, set_aside=aside))
+    assert "found" not in _what_it_is(replace(result, set_aside=None))
 
 
 @pytest.mark.parametrize(("share", "goes_on"), [(0.98, True), (0.992, False), (1.0, False)])
