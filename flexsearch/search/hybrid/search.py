@@ -45,6 +45,7 @@ from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
+from flexsearch.topology.classes import is_foldable
 
 
 def search_hybrid(
@@ -94,6 +95,8 @@ class LayoutSearch:
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
         self.moves = Moves(self.estimates, topology.host_size)
         self.numbers = Numbers(self.estimates, options)
+        self._foldings = {1: True}
+        """By number of equal blocks of devices: whether the topology falls apart into them."""
         self.simulated: dict[Key, Candidate | None] = {}
         """None: the plan suits the devices or the samples not."""
         self.considered: set[Key] = set()
@@ -184,7 +187,11 @@ class LayoutSearch:
         return self.simulated[key]
 
     def _suits(self, layout: Layout, options: Options) -> bool:
-        """Whether the numbers of a layout go with the graph, its batch and each other."""
+        """Whether the numbers of a layout go with the graph, its batch, the topology and each other."""
+        if layout.data not in self._foldings:
+            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
+        if not self._foldings[layout.data]:
+            return False
         share, rest = divmod(self.graph.batch, layout.data)
         if rest or share % layout.microbatches or share // layout.microbatches < max(layout.each):
             return False
@@ -290,7 +297,10 @@ class LayoutSearch:
                 return
             near = inf if now is None or not now.feasible else limit
             self._expect(other for other, cost in ranking.following(AHEAD, among) if cost < near)
-            tried += self.evaluate(*key) is not None
+            if self.evaluate(*key) is None:  # nothing was simulated
+                self._check_time()
+                continue
+            tried += 1
             missed = missed + 1 if now is (self.best if best is None else best()) else 0
 
     def _simulate_families(self, ranking: Ranking) -> None:
@@ -315,6 +325,8 @@ class LayoutSearch:
             late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
             if late or cost > limit:
                 return
+            if not self._suits(key.layout, key.options):
+                continue
             near = {likeness(other)[SORT]: other for other, _ in ranking.following(AHEAD, ranking.untried)}
             self._expect(other for sort, other in near.items() if sort != likeness(key)[SORT])
             self.evaluate(*key)
