@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,14 @@ from flexsearch.search.native import NativeResult, search_native
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
-from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, whole_seconds
+from flexsearch.search.tuning import Tuned, pipelined, tuned_baseline, tuned_baselines, whole_seconds
 from flexsearch.search.weight_gradients import search_weight_gradients
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
-from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.baselines import PIPELINES, baselines
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.weights import effective
 from flexsearch.topology import Topology
@@ -66,9 +67,12 @@ class Setting:
     def row(self, name: str, strategy: Strategy) -> PlanRow:
         """A strategy, lowered and simulated, as a row of a comparison."""
         from flexsearch.report import PlanRow
+        from flexsearch.report.layouts import SCHEDULES
 
-        lowered = self.lower(strategy)
-        return PlanRow(name, simulate_lowered(lowered), lowered)
+        lowered, note = self.lower(strategy), ""
+        if strategy.microbatches > 1:
+            note = f"{strategy.microbatches} microbatches, {SCHEDULES[strategy.schedule]}"
+        return PlanRow(name, simulate_lowered(lowered), lowered, note)
 
     def lower(self, strategy: Strategy) -> Lowered:
         """The strategy's task graph: of one with replicas of its stages, that of one block of devices. Raises
@@ -91,16 +95,23 @@ class Setting:
         return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
-        """A baseline by name, with the bucket size that suits it best; of ``options`` the bucket size does not
-        count. Raises StrategyError if there is none of this name, or if it makes no sense here."""
-        here = self.under(options)
-        return self._strategy(tuned_baseline(name, here.graph, here.topology, here.costs, _exact(options)))
+        """A baseline by name, with the bucket size that suits it best (of ``options`` the bucket size does not
+        count), a pipeline with the microbatches that do. Raises StrategyError if there is none of this name, or if it
+        makes no sense here."""
+        here, plain = self.under(options), PIPELINES.get(name, name)
+        plan = self._strategy(tuned_baseline(plain, here.graph, here.topology, here.costs, _exact(options)))
+        return plan if plain == name else pipelined(self._variants, plan)
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
         here = self.under(options)
         plans = tuned_baselines(here.graph, here.topology, here.costs, _exact(options))
-        return {name: self._strategy(plan) for name, plan in plans.items()}
+        found = {name: self._strategy(plan) for name, plan in plans.items()}
+        for name, placement in PIPELINES.items():
+            if placement in found:
+                with suppress(StrategyError):
+                    found[name] = pipelined(self._variants, found[placement])
+        return found
 
     def _strategy(self, plan: Tuned) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, plan.configs, strict=True)}
@@ -150,7 +161,9 @@ class Setting:
             peak_bytes=max(simulation.peak_bytes),
         )
         return Strategy.make(
-            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search
+            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search,
+            stages=strategy.stages, microbatches=strategy.microbatches, schedule=strategy.schedule,
+            orders=strategy.orders,
         )  # fmt: skip
 
     def search(
