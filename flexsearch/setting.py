@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from flexsearch.cost import Costs, Profile
@@ -31,7 +32,7 @@ from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import PIPELINES, baselines
 from flexsearch.strategy.pipeline import Pipeline
-from flexsearch.strategy.weights import effective
+from flexsearch.strategy.weights import effective, has_weights
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -85,7 +86,18 @@ class Setting:
 
         sharding = max((config.sharding for config in strategy.configs.values()), key=lambda one: one.rank)
         pipeline = Pipeline.of(strategy, strategy.planned(self.graph))
-        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
+        within = self.replicas_within(strategy) if not strategy.is_plain or self.name_of(strategy) else 0
+        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding, within=within)
+
+    def replicas_within(self, strategy: Strategy) -> int:
+        """Into how many parts at least the devices of a stage divide the samples of each layer with weights."""
+        graph = strategy.planned(self.graph)
+        parts = [
+            prod(n for axis, n in config.degrees if op.roles[axis] == "sample")
+            for i, (op, config) in enumerate(zip(graph.operators, strategy.in_order(graph), strict=True))
+            if has_weights(graph, i) and "sample" in op.roles.values()
+        ]
+        return gcd(*parts) or 1
 
     def under(self, options: Options | None) -> Setting:
         """The same in the precision of plans with these options."""

@@ -14,10 +14,11 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.report.layouts import layout_words
 from flexsearch.search import Evaluator, SearchResult, search
 from flexsearch.search.tuning import BUCKETS, candidates
 from flexsearch.setting import Setting
-from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baselines
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
@@ -205,6 +206,23 @@ def test_a_pipeline_has_the_same_time_everywhere_and_is_saved_with_its_stages(cl
     assert cli("compare", *arguments, "--save", "data-parallel", "-o", "parallel.json").code == 0
     _, other = cli("diff", "parallel.json", "pipeline", "--json").json["plans"]
     assert other["iteration_s"] == row["iteration_s"]
+
+
+def test_replicas_inside_a_stage_are_no_tensor_parallelism() -> None:
+    setting = Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:2"))
+    told = {
+        name: layout_words(setting.staged_row("", setting.baseline(name))).partition(",")[0]
+        for name in ("data-parallel", "megatron", "data-parallel x megatron-2", "pipeline", "data-parallel x pipeline")
+    }
+    assert told == {
+        "data-parallel": "data 8", "megatron": "tensor 8", "data-parallel x megatron-2": "tensor 2 x data 4",
+        "pipeline": "pipeline 5", "data-parallel x pipeline": "pipeline 2 x data 4",
+    }  # fmt: skip
+    odd = setting.baseline("data-parallel")
+    first = setting.graph.operators[0]
+    configs = {**odd.configs, first.name: make_config(first, {}, range(8))}
+    own = Strategy.make(setting.graph, setting.topology, configs, odd.options)
+    assert layout_words(setting.staged_row("", own)) == "one stage on 8 devices"
 
 
 def test_a_pipeline_that_does_not_fit_computes_again() -> None:
