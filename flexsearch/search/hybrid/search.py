@@ -183,15 +183,11 @@ class LayoutSearch:
         possible); None where it suits graph, batch, devices or schedule not."""
         key = self._plain(Key(layout, options, first))
         if key not in self.simulated:
-            self.simulated[key] = self._candidate(key) if self._suits(layout, options) else None
+            self.simulated[key] = self._candidate(key) if self._is_possible(layout, options) else None
         return self.simulated[key]
 
     def _suits(self, layout: Layout, options: Options) -> bool:
-        """Whether the numbers of a layout go with the graph, its batch, the topology and each other."""
-        if layout.data not in self._foldings:
-            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
-        if not self._foldings[layout.data]:
-            return False
+        """Whether the numbers of a layout go with the graph, its batch and each other."""
         share, rest = divmod(self.graph.batch, layout.data)
         if rest or share % layout.microbatches or share // layout.microbatches < max(layout.each):
             return False
@@ -199,6 +195,14 @@ class LayoutSearch:
         if isinstance(options.recompute_blocks, tuple) and len(options.recompute_blocks) != layout.stages:
             return False
         return few and options.recompute in self.works.regions and runs(layout)
+
+    def _is_possible(self, layout: Layout, options: Options) -> bool:
+        """Whether a layout suits, and the topology falls apart into its replicas."""
+        if not self._suits(layout, options):
+            return False
+        if layout.data not in self._foldings:
+            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
+        return self._foldings[layout.data]
 
     def _plain(self, key: Key) -> Key:
         """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
@@ -211,7 +215,7 @@ class LayoutSearch:
 
     def _expect(self, keys: Iterable[Key]) -> None:
         """Say which plans will probably be simulated after the next one."""
-        suit = (key for key in keys if key not in self.simulated and self._suits(key.layout, key.options))
+        suit = (key for key in keys if key not in self.simulated and self._is_possible(key.layout, key.options))
         self.ahead.expect(map(self._request, suit))
 
     def _candidate(self, key: Key) -> Candidate | None:
@@ -325,7 +329,7 @@ class LayoutSearch:
             late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
             if late or cost > limit:
                 return
-            if not self._suits(key.layout, key.options):
+            if not self._is_possible(key.layout, key.options):
                 continue
             near = {likeness(other)[SORT]: other for other, _ in ranking.following(AHEAD, ranking.untried)}
             self._expect(other for sort, other in near.items() if sort != likeness(key)[SORT])
