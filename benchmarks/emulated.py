@@ -149,8 +149,8 @@ class Plans:
 
     @cached_property
     def baselines(self) -> dict[str, Strategy]:
-        """Every baseline that makes sense here, by name."""
-        return self.setting.baselines(OPTIONS)
+        """Every baseline of one stage and one microbatch that makes sense here, by name."""
+        return {name: plan for name, plan in self.setting.baselines(OPTIONS).items() if plan.is_plain}
 
     def predict(self, strategy: Strategy) -> tuple[Lowered, Simulation]:
         """The strategy's task graph and its simulation."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from flexsearch.cost import Costs, Profile
@@ -21,16 +23,16 @@ from flexsearch.search.native import NativeResult, search_native
 from flexsearch.search.optimize import search
 from flexsearch.search.outcome import Progress, SearchResult
 from flexsearch.search.pins import parse_pins
-from flexsearch.search.tuning import Tuned, tuned_baseline, tuned_baselines, whole_seconds
+from flexsearch.search.tuning import Tuned, pipelined, tuned_baseline, tuned_baselines, whole_seconds
 from flexsearch.search.weight_gradients import search_weight_gradients
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
-from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.baselines import PIPELINES, baselines
 from flexsearch.strategy.pipeline import Pipeline
-from flexsearch.strategy.weights import effective
+from flexsearch.strategy.weights import effective, has_weights
 from flexsearch.topology import Topology
 
 if TYPE_CHECKING:
@@ -66,9 +68,12 @@ class Setting:
     def row(self, name: str, strategy: Strategy) -> PlanRow:
         """A strategy, lowered and simulated, as a row of a comparison."""
         from flexsearch.report import PlanRow
+        from flexsearch.report.layouts import SCHEDULES
 
-        lowered = self.lower(strategy)
-        return PlanRow(name, simulate_lowered(lowered), lowered)
+        lowered, note = self.lower(strategy), ""
+        if strategy.microbatches > 1:
+            note = f"{strategy.microbatches} microbatches, {SCHEDULES[strategy.schedule]}"
+        return PlanRow(name, simulate_lowered(lowered), lowered, note)
 
     def lower(self, strategy: Strategy) -> Lowered:
         """The strategy's task graph: of one with replicas of its stages, that of one block of devices. Raises
@@ -81,7 +86,18 @@ class Setting:
 
         sharding = max((config.sharding for config in strategy.configs.values()), key=lambda one: one.rank)
         pipeline = Pipeline.of(strategy, strategy.planned(self.graph))
-        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
+        within = self.replicas_within(strategy) if not strategy.is_plain or self.name_of(strategy) else 0
+        return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding, within=within)
+
+    def replicas_within(self, strategy: Strategy) -> int:
+        """Into how many parts at least the devices of a stage divide the samples of each layer with weights."""
+        graph = strategy.planned(self.graph)
+        parts = [
+            prod(n for axis, n in config.degrees if op.roles[axis] == "sample")
+            for i, (op, config) in enumerate(zip(graph.operators, strategy.in_order(graph), strict=True))
+            if has_weights(graph, i) and "sample" in op.roles.values()
+        ]
+        return gcd(*parts) or 1
 
     def under(self, options: Options | None) -> Setting:
         """The same in the precision of plans with these options."""
@@ -91,16 +107,23 @@ class Setting:
         return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
 
     def baseline(self, name: str, options: Options | None = None) -> Strategy:
-        """A baseline by name, with the bucket size that suits it best; of ``options`` the bucket size does not
-        count. Raises StrategyError if there is none of this name, or if it makes no sense here."""
-        here = self.under(options)
-        return self._strategy(tuned_baseline(name, here.graph, here.topology, here.costs, _exact(options)))
+        """A baseline by name, with the bucket size that suits it best (of ``options`` the bucket size does not
+        count), a pipeline with the microbatches that do. Raises StrategyError if there is none of this name, or if it
+        makes no sense here."""
+        here, plain = self.under(options), PIPELINES.get(name, name)
+        plan = self._strategy(tuned_baseline(plain, here.graph, here.topology, here.costs, _exact(options)))
+        return plan if plain == name else pipelined(self._variants, plan)
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
         here = self.under(options)
         plans = tuned_baselines(here.graph, here.topology, here.costs, _exact(options))
-        return {name: self._strategy(plan) for name, plan in plans.items()}
+        strategies = {name: self._strategy(plan) for name, plan in plans.items()}
+        for name, placement in PIPELINES.items():
+            if placement in strategies:
+                with suppress(StrategyError):
+                    strategies[name] = pipelined(self._variants, strategies[placement])
+        return strategies
 
     def _strategy(self, plan: Tuned) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, plan.configs, strict=True)}
@@ -150,7 +173,9 @@ class Setting:
             peak_bytes=max(simulation.peak_bytes),
         )
         return Strategy.make(
-            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search
+            self.graph, self.topology, strategy.configs, strategy.options, prediction, strategy.search,
+            stages=strategy.stages, microbatches=strategy.microbatches, schedule=strategy.schedule,
+            orders=strategy.orders,
         )  # fmt: skip
 
     def search(

@@ -19,7 +19,7 @@ from flexsearch.lower.layout import Layouts
 from flexsearch.lower.reshard import reshard
 from flexsearch.lower.split import Splitter
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
-from flexsearch.strategy.baselines import NAMES, baseline, baselines
+from flexsearch.strategy.baselines import NAMES, PIPELINES, baseline, baselines
 from flexsearch.strategy.propagate import Propagation, follow
 from flexsearch.strategy.weights import is_heavy
 from flexsearch.topology import Topology
@@ -260,7 +260,7 @@ def test_every_baseline_is_legal_on_any_number_of_devices(graph: OperatorGraph, 
         strategy.check(graph, topology)
         assert lowered(graph, strategy, topology).tasks.kind
     if count > 1:
-        assert {"fsdp", "megatron", "pipeline"} <= set(found)
+        assert {"fsdp", "megatron", "placement"} <= set(found)
 
 
 HUGE = {"llama_70b", "llama_405b", "gpt3_175b"}
@@ -278,13 +278,13 @@ def test_every_baseline_is_legal_on_the_shipped_graphs(name: str) -> None:
 
 def test_products_appear_on_hosts_with_several_devices() -> None:
     found = baselines(GRAPHS["transformer"], Topology.load("p100:2"))
-    assert set(found) == set(NAMES) - {
+    assert set(found) == set(NAMES) - set(PIPELINES) - {
         "one-weird-trick", "layer-wise", "data-parallel x layer-wise", "data-parallel-by-speed"
     }  # fmt: skip
     linear = found["data-parallel x megatron"].configs["0.fc1"]
     assert linear == OperatorConfig((("b0", 2), ("o", 4)), tuple(range(8)))
     assert found["data-parallel x megatron-2"].configs["0.fc1"].degrees == (("b0", 4), ("o", 2))
-    stages = {c.devices for c in found["data-parallel x pipeline"].configs.values()}
+    stages = {c.devices for c in found["data-parallel x placement"].configs.values()}
     assert stages == {(0, 1, 2, 3), (4, 5, 6, 7)}
 
 
@@ -295,6 +295,8 @@ def test_names_are_known_and_reasons_given() -> None:
         baseline("one-weird-trick", mlp(), ethernet(2))
     with pytest.raises(StrategyError, match="only one device"):
         baseline("megatron", mlp(), ethernet(1))
+    with pytest.raises(StrategyError, match="has microbatches"):
+        baseline("pipeline", mlp(), ethernet(2))
 
 
 @pytest.mark.parametrize("graph", [mlp(width=512, classes=400), transformer(hidden=192)], ids=lambda g: g.name)
@@ -350,13 +352,13 @@ def test_megatron_splits_the_tied_vocabulary_and_convolutions_in_turn() -> None:
     assert configs["conv1"].degrees == (("o", 4),) and configs["conv2"].degrees == (("c", 4),)
 
 
-def test_pipeline_balances_stages_by_the_given_times() -> None:
+def test_placement_balances_stages_by_the_given_times() -> None:
     graph = mlp(layers=4)
     slow = graph.index["fc0"]
-    found = baseline("pipeline", graph, ethernet(2), seconds=lambda i, d: 100.0 if i == slow else 1.0)
+    found = baseline("placement", graph, ethernet(2), seconds=lambda i, d: 100.0 if i == slow else 1.0)
     first = [op.name for op in graph.operators if found.configs[op.name].devices == (0,)]
     assert first == ["fc0"]
-    faster = baseline("pipeline", graph, ethernet(2), seconds=lambda i, d: 1.0 if d == 0 else 3.0)
+    faster = baseline("placement", graph, ethernet(2), seconds=lambda i, d: 1.0 if d == 0 else 3.0)
     assert sum(c.devices == (0,) for c in faster.configs.values()) == 8  # of 10: as fast as two of three times the time
 
 

@@ -284,7 +284,7 @@ def test_a_rank_of_a_pipeline_says_that_a_module_returns_tensors_that_cannot_be_
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (lambda: baseline("pipeline", graph("mlp"), CLUSTER), "'layers.fc1' runs on 1 of the 4 devices"),
+        (lambda: baseline("placement", graph("mlp"), CLUSTER), "'layers.fc1' runs on 1 of the 4 devices"),
         (lambda: baseline("megatron", graph("lenet"), CLUSTER), "is a conv2d split over 'o'"),
         (lambda: baseline("one-weird-trick", graph("lenet"), CLUSTER), "has 1 shares of the samples, 'conv1' has 4"),
         (lambda: layout(graph("llama"), 4, options=Options(recompute="attention")), "recompute: attention"),

@@ -426,6 +426,18 @@ def test_a_batch_that_suits_no_layout_is_refused_with_the_remedy() -> None:
     assert "--batch" in error.value.remedy
 
 
+def test_layouts_that_the_topology_refuses_do_not_use_up_the_patience() -> None:
+    """GPUs of a P100 server are linked with each other directly: no replicas inside it can be folded."""
+    graph, topology = OperatorGraph.load("gpt2"), Topology.load("p100:1")
+    search = LayoutSearch(graph, topology, Options(), None, 1e9, None)
+    ranking = Ranking(search.ratios, ((key, search.estimates.estimate(*key)) for key in search.numbers.layouts()))
+    search._simulate_best(ranking)
+    best = search.best
+    assert not any(key.layout.data > 1 for key, plan in search.simulated.items() if plan)
+    expert = search.evaluate(Layout(1, 1, 4, 8, "zero-bubble"), Options())
+    assert expert is not None and best is not None and best.seconds <= expert.seconds
+
+
 def test_what_is_wrong_in_a_simulation_is_not_taken_for_a_layout_that_does_not_suit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,7 +113,7 @@ def _with_each(file: str, traced: Imported, has_matrices: bool) -> dict[str, dic
 @pytest.mark.parametrize(
     ("plan_of", "refused"),
     [("data-parallel", {}),
-     ("pipeline", {"LBFGS": "LBFGS looks at all weights together, and rank 1 does not hold 'first.weight'"}),
+     ("placement", {"LBFGS": "LBFGS looks at all weights together, and rank 1 does not hold 'first.weight'"}),
      ("single", {"LBFGS": "LBFGS looks at all weights together, and rank 1 does not hold 'first.weight'"}),
      ("megatron", dict.fromkeys(MAKE, "rank 0 holds (4, 6) of 'first.weight', which is (8, 6)")),
      ("fsdp", dict.fromkeys(MAKE, "of 'first.weight', which is (8, 6)"))],

@@ -102,9 +102,51 @@ def test_every_plan_is_told_in_ten_lines(name: str, share: float) -> None:
     assert weighted <= set(operators), "every operator with weights is in one"
 
 
+def test_layers_of_a_block_keep_their_names_where_there_is_much_to_tell() -> None:
+    graph, topology = OperatorGraph.load("bert"), Topology.load("p100:4")
+    configs = list(baseline("megatron", graph, topology).in_order(graph))
+    sorts = list(dict.fromkeys(re.sub(r"\d+", "*", op.name) for op in graph.operators if op.kind == "linear"))
+    for i, op in enumerate(graph.operators):
+        if op.kind == "linear":
+            k = sorts.index(re.sub(r"\d+", "*", op.name))
+            configs[i] = make_config(op, {}, range(16 - k))
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    names = [group.layers for group in told]
+    assert {"layers.0-11.attn.k_proj", "layers.0-11.attn.v_proj", "layers.0-11.attn.out_proj"} <= set(names)
+    assert len(set(names)) == len(names)
+
+
+def test_what_most_of_the_computing_has_in_common_is_told_first() -> None:
+    graph, topology = OperatorGraph.load("bert"), Topology.load("p100:4")
+    configs = list(baseline("data-parallel", graph, topology).in_order(graph))
+    odd = [i for i, op in enumerate(graph.operators) if re.search(r"layers\.(1|4|6|9)\.attn\.k_proj", op.name)]
+    for i in odd:
+        configs[i] = make_config(graph.operators[i], {}, range(4))
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    assert (told[0].layers, told[0].treatment) == ("most layers", "batch over the 8 GPUs of node0, node1")
+    assert ("layers.1,4,6,9.attn.k_proj", "replicated on the 4 GPUs of node0") in [
+        (g.layers, g.treatment) for g in told
+    ]
+
+
 def test_exceptions_among_many_steps_are_counted() -> None:
     told = groups(restless("nmt", 0.03, seed=1))
     assert any(re.search(r"hidden features over 16 GPUs.*\(\d of 80 otherwise\)", group.treatment) for group in told)
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_slices_of_a_sequence_take_no_lines_from_layers(every: int) -> None:
+    graph, topology = OperatorGraph.load("nmt"), Topology.load("p100:2")
+    configs = list(baseline("data-parallel x layer-wise", graph, topology).in_order(graph))
+    slices = [i for i, op in enumerate(graph.operators) if op.kind == "slice"]
+    for k, i in enumerate(slices[::every]):
+        configs[i] = make_config(graph.operators[i], {}, [k * k % 8])
+    told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
+    *layers, other = told
+    assert not any("slice" in group.layers for group in told)
+    assert {"encoder.layers.0-1", "decoder.layers.0-1"} <= {group.layers for group in layers}
+    assert (other.layers, set(slices) & set(other.operators)) == ("other layers", set(other.operators))
+    assert re.fullmatch(r"\d+ other treatments? \(together 0 % of the computing\)", other.treatment)
 
 
 def test_figures_have_three_digits_and_a_unit() -> None:
@@ -219,10 +261,17 @@ def test_device_sets_have_names() -> None:
     assert device_set(hosts, [1]) == "host1"
     assert device_set(hosts, [0, 2]) == "2 hosts (host0, host2)"
     assert device_set(cluster, range(16)) == "16 GPUs on 4 hosts"
-    assert device_set(cluster, range(8)) == "8 GPUs on 2 hosts"
+    assert device_set(cluster, range(8)) == "the 8 GPUs of node0, node1"
+    assert device_set(cluster, [*range(4), *range(8, 16)]) == "the 12 GPUs of node0, node2, node3"
     assert device_set(cluster, range(4)) == "the 4 GPUs of node0"
     assert device_set(cluster, [5]) == "node1/gpu1"
     assert device_set(cluster, [0, 1, 2, 5]) == "GPUs 0-2,5"
+    many = Topology.load("p100:16")
+    assert device_set(many, range(16, 48)) == "the 32 GPUs of node4..node11"
+    assert device_set(many, [d for d in range(64) if d // 4 % 2]) == "GPUs " + ",".join(
+        f"{d}-{d + 3}" for d in range(4, 64, 8)
+    )
+    assert device_set(Topology.load("ethernet-1g:8"), range(2, 8)) == "6 hosts (host2..host7)"
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_rank_waits_itself_for_what_the_listener_has_not_come_to(monkeypatch: 
 
 def test_a_message_flows_when_it_is_issued_has_room_and_the_connection_is_free() -> None:
     graph = imported().graph
-    plan = baseline("pipeline", graph, Topology.load("ethernet-1g:2"))
+    plan = baseline("placement", graph, Topology.load("ethernet-1g:2"))
     lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
     what = next(w for w in lowered.tasks.communication if w is not None and w.form == "exchange")
     connection = (0, 1)

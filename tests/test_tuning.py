@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from flexsearch.api import compare
-from flexsearch.cli.answer import _few
+from flexsearch.cli.answer import _few, _what_it_is
 from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
+from flexsearch.report.layouts import layout_words
 from flexsearch.search import Evaluator, SearchResult, search
 from flexsearch.search.tuning import BUCKETS, candidates
 from flexsearch.setting import Setting
-from flexsearch.strategy import Options, States, Strategy
+from flexsearch.strategy import Options, States, Strategy, make_config
 from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
 from tests.conftest import Cli
 from tests.test_baselines import cnn, ethernet, mlp, transformer
 
@@ -64,7 +69,10 @@ def test_a_baseline_takes_the_same_time_in_every_command(cli: Cli) -> None:
     found = cli("optimize", *ARGUMENTS, "--budget", 20, "--json").json["plans"]
     times = {row["name"]: row["iteration_s"] for row in found}
     compared = cli("compare", *ARGUMENTS, "--strategy", "strategy.json", "--json").json["plans"]
-    assert {row["name"]: row["iteration_s"] for row in compared if row["name"] != "strategy.json"} == times
+    every = {row["name"]: row["iteration_s"] for row in compared if row["name"] != "strategy.json"}
+    assert every["pipeline"] < every["placement"]
+    times |= {"pipeline": every["pipeline"]}  # it has microbatches, which no plan of the search over splits has
+    assert every == times
     assert {row.name: row.simulation.makespan_s for row in compare(alexnet().graph, alexnet().topology)} == times
     for name, expected in times.items():
         assert cli("simulate", *ARGUMENTS, "--baseline", name, "--json").json["iteration_s"] == expected
@@ -164,14 +172,98 @@ def test_compare_and_diff_give_a_baseline_the_same_time_and_say_that_a_plan_is_o
     assert own["iteration_s"] == rows["mine.json"]["iteration_s"] and own["baseline"] == "one-weird-trick"
 
 
+# ---- pipelines
+
+
+def gpt2() -> Setting:
+    return Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:1"))
+
+
+def test_a_pipeline_has_the_best_of_the_numbers_of_microbatches_and_schedules() -> None:
+    setting = gpt2()
+    found = setting.baseline("pipeline")
+    times = {}
+    kinds: tuple[ScheduleKind, ...] = ("gpipe", "1f1b", "zero-bubble")
+    for count, schedule in product((2, 4, 8), kinds):
+        other = Strategy.make(
+            setting.graph, setting.topology, found.configs, found.options, stages=found.stages, microbatches=count,
+            schedule=schedule,
+        )  # fmt: skip
+        times[count, schedule] = setting.step(other).makespan_s
+    own = setting.step(found).makespan_s
+    assert (found.microbatches, found.schedule) == (8, "zero-bubble") and own == min(times.values())
+    placement = setting.row("placement", setting.baseline("placement"))
+    assert own < 0.5 * placement.simulation.makespan_s
+
+
+def test_a_pipeline_has_the_same_time_everywhere_and_is_saved_with_its_stages(cli: Cli) -> None:
+    arguments = "gpt2", "-t", "p100:1"
+    compared = cli("compare", *arguments, "--save", "pipeline", "-o", "pipeline.json", "--json").json
+    row = next(row for row in compared["plans"] if row["name"] == "pipeline")
+    assert row["note"] == "8 microbatches, zero bubble (ZB-H1)"
+    assert cli("simulate", *arguments, "--baseline", "pipeline", "--json").json["iteration_s"] == row["iteration_s"]
+    assert cli("simulate", "-s", "pipeline.json", "--json").json["iteration_s"] == row["iteration_s"]
+    assert cli("compare", *arguments, "--save", "data-parallel", "-o", "parallel.json").code == 0
+    _, other = cli("diff", "parallel.json", "pipeline", "--json").json["plans"]
+    assert other["iteration_s"] == row["iteration_s"]
+
+
+def test_replicas_inside_a_stage_are_no_tensor_parallelism() -> None:
+    setting = Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:2"))
+    told = {
+        name: layout_words(setting.staged_row("", setting.baseline(name))).partition(",")[0]
+        for name in ("data-parallel", "megatron", "data-parallel x megatron-2", "pipeline", "data-parallel x pipeline")
+    }
+    assert told == {
+        "data-parallel": "data 8", "megatron": "tensor 8", "data-parallel x megatron-2": "tensor 2 x data 4",
+        "pipeline": "pipeline 5", "data-parallel x pipeline": "pipeline 2 x data 4",
+    }  # fmt: skip
+    odd = setting.baseline("data-parallel")
+    first = setting.graph.operators[0]
+    configs = {**odd.configs, first.name: make_config(first, {}, range(8))}
+    own = Strategy.make(setting.graph, setting.topology, configs, odd.options)
+    assert layout_words(setting.staged_row("", own)) == "one stage on 8 devices"
+
+
+def test_a_pipeline_that_does_not_fit_computes_again() -> None:
+    setting = gpt2()
+    kept = setting.step(setting.baseline("pipeline"))
+    devices = [d.model_copy(update={"memory_bytes": kept.fullest.peak - 10**8}) for d in setting.topology.devices]
+    small = Setting.of(setting.graph, edited(setting.topology, devices=tuple(devices)))
+    found = small.baseline("pipeline")
+    assert found.options.recompute != "none" and not small.step(found).missing
+
+
+def test_a_model_without_microbatches_has_no_pipeline() -> None:
+    setting = Setting.of(OperatorGraph.load("resnet50"), Topology.load("p100:1"))
+    assert "placement" in setting.baselines() and "pipeline" not in setting.baselines()
+    with pytest.raises(StrategyError, match=r"microbatches: 2: operator 'bn1\.statistics' takes statistics"):
+        setting.baseline("pipeline")
+
+
+# ---- what an answer says
+
+
 @pytest.mark.parametrize(("proposals", "few"), [(5, True), (3000, False)])
 def test_a_search_that_has_hardly_begun_says_so(cli: Cli, proposals: int, few: bool) -> None:
     arguments = "optimize", *ARGUMENTS, "--budget", proposals, "-j", 1
     data = cli(*arguments, "--json").json
     assert data["few_proposals"] == few
     out = " ".join(cli(*arguments).out.split())
-    assert ("Only 5 proposals in" in out and "hardly better than the best baseline" in out) == few
+    assert ("Only 5 proposals in" in out and "nothing better than the baselines has been found yet" in out) == few
     assert not (few and "found nothing" in out)
+
+
+def test_a_search_that_has_hardly_begun_tells_of_the_faster_plan_that_it_did_not_choose() -> None:
+    graph, topology = mlp(), ethernet(2)
+    result = search(graph, topology, Costs(graph, topology), proposals=1, processes=1)
+    own = result.simulation.estimate
+    aside = replace(own, seconds=0.99 * own.seconds)
+    result = replace(result, baseline="data-parallel", bound_s=0.0, alternatives=10**6, locally_optimal=False)
+    assert result.few
+    assert "was not chosen" in _what_it_is(replace(result, set_aside=aside))
+    assert "there may well be better plans" in _few(replace(result, set_aside=aside))
+    assert "found" not in _what_it_is(replace(result, set_aside=None))
 
 
 @pytest.mark.parametrize(("share", "goes_on"), [(0.98, True), (0.992, False), (1.0, False)])

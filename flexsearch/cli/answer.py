@@ -202,11 +202,9 @@ def _what_it_is(result: SearchResult) -> str:
         return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
     buckets = f" with {_buckets(result)}" if len(result.strategy.cluster.devices) > 1 else ""
     text = f"Best plan: the baseline {result.baseline}{buckets}."
-    if result.few:
-        return text  # nothing was found because hardly anything was tried
-    if result.set_aside is None:
-        return f"{text} The search found nothing faster."
-    return f"{text}\n{aside_words(result.simulation.estimate, result.set_aside)}"
+    if result.set_aside is not None:
+        return f"{text}\n{aside_words(result.simulation.estimate, result.set_aside)}"
+    return text if result.few else f"{text} The search found nothing faster."  # few: because hardly anything was tried
 
 
 def _buckets(result: SearchResult) -> str:
@@ -228,7 +226,11 @@ def _few(result: SearchResult) -> str:
         return f"{begun}; but little is left to gain: no plan in this space is {percent(LITTLE)} faster."
     starts = [o.time_s for o in result.baselines.values() if o.feasible]
     gain = min(starts) / now_s if starts and now_s else 1.0
-    meaning = "the plan is hardly better than the best baseline" if gain < HARDLY else "there may well be better plans"
+    meaning = "there may well be better plans"
+    if gain < HARDLY and result.set_aside is None:
+        meaning = "the plan is hardly better than the best baseline"
+        if result.baseline:
+            meaning = "nothing better than the baselines has been found yet"
     return f"{begun}: {meaning}. Give the search more time (--budget), or continue it (--resume)."
 
 

@@ -83,7 +83,8 @@ def explain(
 
             pipeline = Pipeline.of(plan, setting.graph)
             sharding = max((config.sharding for config in plan.configs.values()), key=lambda one: one.rank)
-            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, sharding)}", indent=2)
+            within = setting.replicas_within(plan)
+            tell(f"  {pipeline_words(pipeline, plan.options, setting.graph.batch, sharding, within)}", indent=2)
         tell_plan(told.row.lowered)
         _print(explanation(told))
 

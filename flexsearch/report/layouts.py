@@ -30,7 +30,8 @@ SCHEDULES: Mapping[str, str] = {
 @dataclass(frozen=True)
 class StagedRow:
     """One plan of a comparison. ``sharding``: of weights over the replicas. ``changed``: sorts
-    of operators that are split otherwise than Megatron's rules say."""
+    of operators that are split otherwise than Megatron's rules say. ``within``: replicas inside each stage, whose
+    devices share out its samples; 0: the plan has one stage and is split in its own way."""
 
     name: str
     pipeline: Pipeline
@@ -38,19 +39,23 @@ class StagedRow:
     step: Step
     sharding: Sharding = UNSHARDED
     changed: int = 0
+    within: int = 1
 
 
 def layout_words(row: StagedRow) -> str:
     """The layout as people say it: "pipeline 2 x tensor 4 x data 8, 16 microbatches of 2, 1F1B"."""
-    return pipeline_words(row.pipeline, row.options, row.step.samples, row.sharding)
+    return pipeline_words(row.pipeline, row.options, row.step.samples, row.sharding, row.within)
 
 
-def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: Sharding) -> str:
+def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: Sharding, within: int = 1) -> str:
     """The same of a plan that has not been simulated."""
     sizes = [len(devices) for devices in dict.fromkeys(pipeline.devices)]
     ranks, alike = len(sizes), len(set(sizes)) == 1
-    numbers = [("pipeline", ranks), ("tensor", sizes[0] if alike else 1), ("data", pipeline.replicas)]
+    tensor, data = sizes[0] // max(1, within) if alike else 1, pipeline.replicas * (max(1, within) if alike else 1)
+    numbers = [("pipeline", ranks), ("tensor", tensor), ("data", data)]
     words = [" x ".join(f"{name} {number}" for name, number in numbers if number > 1) or "one device"]
+    if not within:
+        words[0] = f"one stage on {sizes[0]} devices"
     if not alike:
         words[0] += f" on {' + '.join(map(str, sizes))} devices"
     size = batch // pipeline.replicas // pipeline.microbatches
@@ -63,7 +68,7 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
     if sharding.states:
         twice = options.reshard_after_forward and sharding.states == States.WEIGHTS
         again = " and gathered again in the backward pass" if twice else ""
-        over = f" over {pipeline.replicas}" if alike else ""
+        over = f" over {pipeline.replicas}" if alike and pipeline.replicas > 1 else ""
         if 0 < sharding.over < sum(sizes) * pipeline.replicas:
             over = f" over {max(1, sharding.over // sum(sizes))} of {pipeline.replicas}" if alike else " inside hosts"
         words.append(f"{sharding.states.name.lower()} sharded{over}{again}")

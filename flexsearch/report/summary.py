@@ -1,8 +1,8 @@
 """A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
 
-Layers are rolled up over the numbered blocks of the model. If that still takes more than ``MOST`` lines, layers that
-differ from their kind are counted rather than named, then modules are told as a whole, and at last only the groups in
-which most is computed are told one by one.
+Layers are rolled up over the numbered blocks of the model. Operators that neither compute nor have weights, such as
+slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, layers that differ
+from their kind are counted, too, and at last only the groups in which most is computed are told one by one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ MOST: Final = 10
 """Lines in which every plan is told."""
 FEW: Final = 6
 """Up to so many groups are told in the order of the layers."""
+MAIN: Final = "most layers"
+"""Those of the treatment that has most of the computing, where they are too many to name."""
 MAINLY: Final = 0.8
 """A layer's operators (steps, blocks) are told by what so many of them have in common."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
@@ -83,12 +85,20 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     for i, text in told.items():
         sorts.setdefault((_NUMBER.sub("*", layer_of(graph, i), count=1), text), []).append(i)
     rows = [_Row(pattern, text, tuple(operators)) for (pattern, text), operators in sorts.items()]
-    for shorter in (None, _mainly, _whole_modules):
+    idle = [row for row in rows if not any(_matters(graph, i) for i in row.operators)]
+    rows = [row for row in rows if row not in idle] or rows
+    for shorter in (None, _mainly):
         rows = rows if shorter is None else shorter(rows)
-        for groups in (joined := told_apart(graph, _joined(graph, rows)), _by_treatment(joined)):
-            if len(groups) <= MOST:
-                return groups
-    return _largest(graph, groups)
+        joined = told_apart(graph, _joined(graph, rows))
+        by_treatment = _by_treatment(graph, joined)
+        for groups in (joined, by_treatment) if by_treatment[0].layers != MAIN else (by_treatment,):
+            others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
+            rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
+            if len(groups) + bool(rest) <= MOST:
+                return (*groups, _counted(graph, rest, groups)) if rest else groups
+    largest = _largest(graph, groups)
+    rest += [group for group in groups if group not in largest]
+    return (*largest, _counted(graph, rest, largest))
 
 
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -160,39 +170,45 @@ def _mainly(rows: Sequence[_Row]) -> list[_Row]:
     return shorter
 
 
-def _whole_modules(rows: Sequence[_Row]) -> list[_Row]:
-    """Layers of a module (of a block, where that is repeated) that are treated alike, as that module."""
-    merged: dict[tuple[str, str], list[int]] = {}
-    for row in rows:
-        parent = "" if row.pattern.endswith("*") else row.pattern.rpartition(".")[0]
-        merged.setdefault((parent or row.pattern, row.treatment), []).extend(row.operators)
-    return [_Row(parent, text, tuple(sorted(operators))) for (parent, text), operators in merged.items()]
-
-
-def _by_treatment(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Each treatment once, with the first few of its layers."""
+def _by_treatment(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Each treatment once, with the first few of its layers. The one of most of the computing comes first: other lines
+    are exceptions from it."""
     same: dict[str, list[Group]] = {}
     for group in groups:
         same.setdefault(group.treatment, []).append(group)
-    result = []
+    result, whole = list[Group](), _flops(graph, groups)
     for text, members in same.items():
         layers = list(dict.fromkeys(group.layers for group in members))
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
         operators = tuple(sorted(i for group in members for i in group.operators))
-        result.append(Group(", ".join(layers[:3]) + more, text, operators))
+        if more and 2.0 * _flops(graph, members) > whole:
+            result.insert(0, Group(MAIN, text, operators))
+        else:
+            result.append(Group(", ".join(layers[:3]) + more, text, operators))
     return tuple(result)
 
 
+def _matters(graph: OperatorGraph, operator: int) -> bool:
+    """Whether an operator computes anything, or has weights."""
+    op = graph.operators[operator]
+    return bool(forward_flops(op, op.sizes)) or any(graph.tensor[name].kind == "parameter" for name in op.inputs)
+
+
+def _flops(graph: OperatorGraph, groups: Iterable[Group]) -> float:
+    operators = (graph.operators[i] for group in groups for i in group.operators)
+    return float(sum(forward_flops(op, op.sizes) for op in operators))
+
+
 def _largest(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups in which most is computed, and the others as one."""
+    """The groups in which most is computed, one fewer than lines."""
+    largest = sorted(range(len(groups)), key=lambda k: (-_flops(graph, groups[k : k + 1]), k))[: MOST - 1]
+    return tuple(groups[k] for k in sorted(largest))
 
-    def flops(group: Group) -> float:
-        operators = (graph.operators[i] for i in group.operators)
-        return float(sum(forward_flops(op, op.sizes) for op in operators))
 
-    largest = sorted(range(len(groups)), key=lambda k: (-flops(groups[k]), k))[: MOST - 1]
-    rest = [group for k, group in enumerate(groups) if k not in largest]
+def _counted(graph: OperatorGraph, rest: Sequence[Group], told: Sequence[Group]) -> Group:
+    """Groups as one that says how many treatments they have; ``told``: those that have lines of their own."""
     operators = tuple(sorted(i for group in rest for i in group.operators))
-    share = sum(map(flops, rest)) / (sum(map(flops, groups)) or 1.0)
-    text = f"{len(rest)} other treatments (together {100 * share:.2g} % of the computing)"
-    return (*(groups[k] for k in sorted(largest)), Group("other layers", text, operators))
+    share = _flops(graph, rest) / (_flops(graph, (*rest, *told)) or 1.0)
+    count = len({group.treatment for group in rest})
+    text = f"{count} other treatment{'s' if count > 1 else ''} (together {100 * share:.2g} % of the computing)"
+    return Group("other layers", text, operators)

@@ -17,7 +17,7 @@ from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
 SHOWN: Final = 4
-"""So many devices are told of an order."""
+"""So many devices are told of an order, and so many hosts are named."""
 _IMAGE = {3: ("batch", "channels", "length"), 4: ("batch", "channels", "height", "width"),
           5: ("batch", "channels", "depth", "height", "width")}  # fmt: skip
 _TEXT = {3: ("batch", "sequence", "features"), 4: ("batch", "heads", "sequence", "features")}
@@ -43,7 +43,7 @@ def axis_word(op: Operator, axis: str, images: bool = False) -> str:
 
 
 def device_set(topology: Topology, devices: Iterable[int]) -> str:
-    """Devices in words: "4 hosts", "node1", "8 GPUs on 2 hosts", "devices 0-3"."""
+    """Devices in words: "4 hosts", "node1", "the 8 GPUs of node0, node1", "devices 0-3"."""
     chosen = sorted(set(devices))
     per_host: dict[str, list[int]] = {}
     for index, device in enumerate(topology.devices):
@@ -54,16 +54,27 @@ def device_set(topology: Topology, devices: Iterable[int]) -> str:
     noun = "GPUs" if gpus else "devices"
     if len(chosen) == 1:
         return hosts[0] if complete else topology.devices[chosen[0]].name
-    if not complete or len(hosts) < len(per_host):
-        if complete and all(len(per_host[host]) == 1 for host in hosts):
-            return f"{len(hosts)} hosts ({', '.join(hosts)})" if len(hosts) <= 4 else f"{len(hosts)} hosts"
-        if complete:
-            where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
-            return f"{len(chosen)} {noun} on {where}" if len(hosts) > 1 else f"the {len(chosen)} {noun} of {where}"
+    if len(hosts) == len(per_host) and complete:
+        if len(hosts) == len(chosen):
+            return f"{len(hosts)} hosts"
+        return f"{len(chosen)} {noun}" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
+    names = _host_names(hosts, list(per_host)) if complete else ""
+    if not names:
         return f"{noun} {ranges(chosen)}"
-    if all(len(row) == 1 for row in per_host.values()):
-        return f"{len(hosts)} hosts"
-    return f"{len(chosen)} {noun}" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
+    return f"{len(hosts)} hosts ({names})" if len(hosts) == len(chosen) else f"the {len(chosen)} {noun} of {names}"
+
+
+def _host_names(hosts: Sequence[str], every: Sequence[str]) -> str:
+    """Some of ``every`` host: "node0, node2", "node0..node3"; empty if that takes more than ``SHOWN`` names."""
+    place = {host: k for k, host in enumerate(every)}
+    runs: list[list[str]] = []
+    for host in hosts:
+        if runs and place[host] == place[runs[-1][-1]] + 1:
+            runs[-1].append(host)
+        else:
+            runs.append([host])
+    words = [f"{run[0]}..{run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs]
+    return ", ".join(words) if sum(min(2, len(run)) for run in runs) <= SHOWN else ""
 
 
 def treatment(graph: OperatorGraph, topology: Topology, op: Operator, config: OperatorConfig) -> str:

@@ -1,4 +1,5 @@
-"""How a hand-written plan gets its bucket size: the way an expert sets it, by trying a few sizes and keeping the best.
+"""How a hand-written plan gets its bucket size and microbatches: the way an expert sets them, by trying a few and
+keeping the best.
 
 This is the only place where baselines are tuned, so a baseline takes the same time in ``optimize``, ``compare``,
 ``diff``, ``simulate --baseline`` and in Python. The sizes are those of ``BUCKETS`` and one bucket for all gradients;
@@ -8,20 +9,26 @@ ties go to the first, which is the default of ``Options``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final
 
 from flexsearch.cost import Costs
+from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower import Lowering
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, by_rank
-from flexsearch.strategy import Options, Strategy
+from flexsearch.simulate.variants import Outcome, Plan, Variants
+from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import Seconds, baseline, baselines
+from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
 
 BUCKETS: Final = (Options().bucket_bytes, *(mib * 2**20 for mib in (1, 2, 4, 10, 100)))
 """Bucket sizes (bytes): small buckets leave early, large ones pay the start-up cost of fewer messages."""
+
+WORSE: Final = 2
+"""So many numbers of microbatches in a row that are slower end the search for the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +109,69 @@ def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
     kinds = costs.kinds.tolist()
     first = [kinds.index(kind) for kind in kinds]
     return lambda operator, device: of_kind(operator, first[device])
+
+
+def pipelined(variants: Variants, placement: Strategy) -> Strategy:
+    """The stages of a placement with the number of microbatches (two or more), the schedule (1F1B or zero bubble) and,
+    where memory is short, the recomputation that suit them best. Raises StrategyError where the model has no
+    microbatches, with the reason."""
+    graph, plan, reason = variants.graph, _stages_of(placement, variants.graph), ""
+    tried: list[tuple[Outcome, Plan]] = []
+
+    def attempt(other: Plan) -> bool:
+        nonlocal reason
+        outcome = variants.outcome(other)
+        if outcome.seconds is None:
+            reason = reason or outcome.remark
+            return False
+        tried.append((outcome, other))
+        return min(tried, key=_by_outcome) == tried[-1]
+
+    worse = 0
+    for count in range(2, graph.batch + 1) if len(plan.pipeline.first) > 1 else ():
+        if graph.batch % count == 0 and worse < WORSE:
+            better = attempt(replace(plan, pipeline=replace(plan.pipeline, microbatches=count)))
+            worse = 0 if better else worse + bool(tried)
+    if not tried:
+        why = reason or "there is one stage"
+        raise StrategyError(f"a pipeline does not apply to {graph.name} on {variants.topology.name}: {why}")
+    best = min(tried, key=_by_outcome)[1]
+    attempt(replace(best, pipeline=replace(best.pipeline, schedule="zero-bubble")))
+    outcome, best = min(tried, key=_by_outcome)
+    for recompute in ("attention", "full") if outcome.missing else ():
+        attempt(replace(best, options=best.options.model_copy(update={"recompute": recompute})))
+    best = min(tried, key=_by_outcome)[1]
+    configs = {op.name: config for op, config in zip(graph.operators, best.placed(), strict=True)}
+    return Strategy.make(
+        graph, variants.topology, configs, best.options,
+        stages=best.pipeline.stages(graph, len(variants.topology.devices)),
+        microbatches=best.pipeline.microbatches, schedule=best.pipeline.schedule,
+    )  # fmt: skip
+
+
+def _by_outcome(tried: tuple[Outcome, Plan]) -> tuple[int, float]:
+    outcome, _ = tried
+    assert outcome.seconds is not None
+    return outcome.missing, outcome.seconds
+
+
+def _stages_of(placement: Strategy, graph: OperatorGraph) -> Plan:
+    """A placement as a plan of stages: one begins where no device has done anything before. Operators that go back to
+    devices of an earlier stage, as what counts targets does, stay where they are in the graph."""
+    configs, first, meshes = placement.in_order(graph), list[int](), list[set[int]]()
+    for i, config in enumerate(configs):
+        devices = set(config.devices)
+        if not any(devices & mesh for mesh in meshes):
+            first.append(i)
+            meshes.append(devices)
+        elif devices & meshes[-1]:
+            meshes[-1] |= devices
+    lists = [tuple(sorted(mesh)) for mesh in meshes]
+    ends = [*first[1:], len(configs)]
+    mesh_of = [mesh for mesh, a, b in zip(lists, first, ends, strict=True) for _ in range(a, b)]
+    positions = (
+        config.on(mesh.index(d) if d in mesh else k for k, d in enumerate(config.devices)).sharded(States.WHOLE)
+        for config, mesh in zip(configs, mesh_of, strict=True)
+    )
+    shardings = tuple(config.sharding for config in configs)
+    return Plan(Pipeline(1, tuple(first), tuple(lists)), tuple(positions), shardings, placement.options)

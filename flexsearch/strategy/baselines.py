@@ -7,14 +7,16 @@
 - ``hsdp``: the same inside a host; the hosts have the same parts (hybrid sharding: Zhao et al., VLDB 2023).
 - ``megatron``: tensor parallelism (Shoeybi et al., 2019): a weight is split by its output features, the next one on the
   way by its input features, attention by heads, vocabularies by rows; convolutions likewise by channels.
-- ``pipeline``: consecutive stages of about equal time, one a device. One microbatch: operator placement.
+- ``placement``: consecutive stages of about equal time, one a device. One microbatch: nothing overlaps in a chain.
 - ``one-weird-trick`` (Krizhevsky, 2014): convolutions data parallel, linear layers split by output features.
 - ``layer-wise`` (Wu et al., 2016, as the FlexFlow paper has it): unrolled recurrent layers of the same depth on one
   device of a host, data parallel over the hosts (and inside one that has devices for every depth twice).
 - products: ``data-parallel x megatron`` (tensor parallel inside a host, data parallel over the hosts; ``-2``: tensor
-  parallel in pairs), ``data-parallel x pipeline`` (stages over the hosts, data parallel inside each) and
+  parallel in pairs), ``data-parallel x placement`` (stages over the hosts, data parallel inside each) and
   ``data-parallel x layer-wise`` (unrolled layers of the same depth on one host, data parallel inside it, so that no
   gradient leaves it; hosts beyond the number of depths do nothing).
+- ``pipeline`` and ``data-parallel x pipeline``: the stages of a placement with microbatches. They are made where plans
+  are tuned (``search.tuning``).
 
 Each is a walk over the operators in graph order: an operator that the plan says nothing about follows its producers.
 """
@@ -67,6 +69,8 @@ def baseline(
 ) -> Strategy:
     """The baseline called ``name``. Raises StrategyError if there is none, or if it makes no sense here, with the
     reason."""
+    if name in PIPELINES:
+        raise StrategyError(f'the baseline "{name}" has microbatches, which flexsearch.search.tuning chooses')
     if name not in _BUILDERS:
         raise StrategyError(f'no baseline "{name}"; there are: {", ".join(NAMES)}')
     try:
@@ -278,7 +282,7 @@ def _one_weird_trick(setting: _Setting) -> Configs:
     return setting.walk(rule)
 
 
-def _pipeline(setting: _Setting) -> Configs:
+def _placement(setting: _Setting) -> Configs:
     setting.several()
     return _stages(setting, setting.devices)
 
@@ -343,7 +347,7 @@ def _parallel_megatron_2(setting: _Setting) -> Configs:
     return _grid(setting, rows, _tensor_parallel)
 
 
-def _parallel_pipeline(setting: _Setting) -> Configs:
+def _parallel_placement(setting: _Setting) -> Configs:
     return _grid(setting, list(zip(*setting.several_hosts(), strict=True)), _stages)
 
 
@@ -393,14 +397,16 @@ _BUILDERS: dict[str, Callable[[_Setting], Configs]] = {
     "fsdp": _fsdp,
     "hsdp": _hsdp,
     "megatron": _megatron,
-    "pipeline": _pipeline,
+    "placement": _placement,
     "one-weird-trick": _one_weird_trick,
     "layer-wise": _layer_wise,
     "data-parallel x megatron": _parallel_megatron,
     "data-parallel x megatron-2": _parallel_megatron_2,
-    "data-parallel x pipeline": _parallel_pipeline,
+    "data-parallel x placement": _parallel_placement,
     "data-parallel x layer-wise": _parallel_layer_wise,
 }
 
-NAMES = tuple(_BUILDERS)
+PIPELINES = {"pipeline": "placement", "data-parallel x pipeline": "data-parallel x placement"}
+"""Baselines with microbatches, and those whose stages they have."""
+NAMES = (*_BUILDERS, *PIPELINES)
 """Names of all baselines."""

@@ -50,14 +50,16 @@ def fold_topology(whole: Topology, replicas: int) -> Folding:
 
 def foldings(whole: Topology) -> tuple[int, ...]:
     """Into how many blocks a topology can be folded, ascending."""
-    count, foldable = len(whole.devices), []
-    for replicas in (n for n in range(2, count + 1) if count % n == 0):
-        try:
-            fold_topology(whole, replicas)
-        except TopologyError:
-            continue
-        foldable.append(replicas)
-    return tuple(foldable)
+    return tuple(n for n in range(2, len(whole.devices) + 1) if is_foldable(whole, n))
+
+
+def is_foldable(whole: Topology, replicas: int) -> bool:
+    """Whether a topology is so many equal blocks (``fold_topology``)."""
+    try:
+        fold_topology(whole, replicas)
+    except TopologyError:
+        return False
+    return True
 
 
 def _unfoldable(whole: Topology, replicas: int, why: str) -> TopologyError:

@@ -45,6 +45,7 @@ from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
+from flexsearch.topology.classes import is_foldable
 
 
 def search_hybrid(
@@ -94,6 +95,8 @@ class LayoutSearch:
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
         self.moves = Moves(self.estimates, topology.host_size)
         self.numbers = Numbers(self.estimates, options)
+        self._foldings = {1: True}
+        """By number of equal blocks of devices: whether the topology falls apart into them."""
         self.simulated: dict[Key, Candidate | None] = {}
         """None: the plan suits the devices or the samples not."""
         self.considered: set[Key] = set()
@@ -183,7 +186,7 @@ class LayoutSearch:
         possible); None where it suits graph, batch, devices or schedule not."""
         key = self._plain(Key(layout, options, first))
         if key not in self.simulated:
-            self.simulated[key] = self._candidate(key) if self._suits(layout, options) else None
+            self.simulated[key] = self._candidate(key) if self._is_possible(layout, options) else None
         return self.simulated[key]
 
     def _suits(self, layout: Layout, options: Options) -> bool:
@@ -196,6 +199,14 @@ class LayoutSearch:
             return False
         return few and options.recompute in self.works.regions and runs(layout)
 
+    def _is_possible(self, layout: Layout, options: Options) -> bool:
+        """Whether a layout suits, and the topology falls apart into its replicas."""
+        if not self._suits(layout, options):
+            return False
+        if layout.data not in self._foldings:
+            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
+        return self._foldings[layout.data]
+
     def _plain(self, key: Key) -> Key:
         """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
         simulated twice, and one that people write by hand is told as that."""
@@ -207,7 +218,7 @@ class LayoutSearch:
 
     def _expect(self, keys: Iterable[Key]) -> None:
         """Say which plans will probably be simulated after the next one."""
-        suit = (key for key in keys if key not in self.simulated and self._suits(key.layout, key.options))
+        suit = (key for key in keys if key not in self.simulated and self._is_possible(key.layout, key.options))
         self.ahead.expect(map(self._request, suit))
 
     def _candidate(self, key: Key) -> Candidate | None:
@@ -293,7 +304,10 @@ class LayoutSearch:
                 return
             near = inf if now is None or not now.feasible else limit
             self._expect(other for other, cost in ranking.following(AHEAD, among) if cost < near)
-            tried += self.evaluate(*key) is not None
+            if self.evaluate(*key) is None:  # nothing was simulated
+                self._check_time()
+                continue
+            tried += 1
             missed = missed + 1 if now is (self.best if best is None else best()) else 0
 
     def _simulate_families(self, ranking: Ranking) -> None:
@@ -318,6 +332,8 @@ class LayoutSearch:
             late = self._left() < (1.0 - EXPLORED) * self.budget_s or missed >= self.patience
             if late or cost > limit:
                 return
+            if not self._is_possible(key.layout, key.options):
+                continue
             near = {likeness(other)[SORT]: other for other, _ in ranking.following(AHEAD, ranking.untried)}
             self._expect(other for sort, other in near.items() if sort != likeness(key)[SORT])
             self.evaluate(*key)
