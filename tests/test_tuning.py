@@ -228,7 +228,8 @@ def test_replicas_inside_a_stage_are_no_tensor_parallelism() -> None:
 def test_a_pipeline_that_does_not_fit_computes_again() -> None:
     setting = gpt2()
     kept = setting.step(setting.baseline("pipeline"))
-    devices = [d.model_copy(update={"memory_bytes": kept.fullest.peak - 10**8}) for d in setting.topology.devices]
+    memory = {"memory_bytes": kept.fullest.peak - 10**8, "memory_fraction": 1.0}
+    devices = [d.model_copy(update=memory) for d in setting.topology.devices]
     small = Setting.of(setting.graph, edited(setting.topology, devices=tuple(devices)))
     found = small.baseline("pipeline")
     assert found.options.recompute != "none" and not small.step(found).missing
