@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
@@ -84,8 +83,8 @@ class Setting:
         return StagedRow(name, pipeline, strategy.options, self.step(strategy), sharding)
 
     def under(self, options: Options | None) -> Setting:
-        """The same in the precision of plans with these options."""
-        graph = with_precision(self.graph, (options or Options()).precision)
+        """The same in the element types of plans with these options."""
+        graph = (options or Options()).typed(self.graph)
         if graph is self.graph:
             return self
         return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
@@ -175,7 +174,7 @@ class Setting:
             budget_s = None if budget_s is None else budget_s / 2
             proposals = None if proposals is None else proposals // 2
         if options is None and start is not None:
-            options = Options(precision=start.options.precision)
+            options = Options(precision=start.options.precision, gradients=start.options.gradients)
         here = self.under(options)
         result = search(
             here.graph, here.topology, here.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,

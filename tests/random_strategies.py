@@ -11,6 +11,12 @@ from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_
 from flexsearch.topology import Topology
 
 
+TYPES: dict[str, dict[str, str]] = {
+    "as is": {}, "half": {"precision": "bf16"}, "wide": {"precision": "bf16", "gradients": "float32"},
+}  # fmt: skip
+"""Options of element types."""
+
+
 @st.composite
 def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -> OperatorConfig:
     """One operator's config on a topology with that many devices; with samples shared out ``unequal``-ly, too. Shrinks
@@ -32,13 +38,16 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
 
 @st.composite
 def strategies(
-    draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True, divided: bool = False
+    draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True, divided: bool = False,
+    types: st.SearchStrategy[str] | None = None,
 ) -> Strategy:  # fmt: skip
-    """A config for every operator. ``divided``: also for the gradients of the weights of most that may have one."""
+    """A config for every operator. ``divided``: also for the gradients of the weights of most that may have one.
+    ``types``: keys of ``TYPES``."""
     chosen = {op.name: draw(configs(op, len(topology.devices), unequal)) for op in graph.operators}
     for name in able(graph) if divided else ():
         if draw(st.sampled_from([True, True, False])):
             op = graph.operators[graph.index[name]]
             chosen[weight_gradient_of(name)] = draw(configs(op, len(topology.devices), unequal)).sharded(States.WHOLE)
     bucket = draw(st.sampled_from([1, 1000, 25 * 2**20]))
-    return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket))
+    typed = TYPES["as is" if types is None else draw(types)]
+    return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket, **typed))  # type: ignore[arg-type]

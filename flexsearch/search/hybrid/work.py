@@ -188,6 +188,7 @@ class Works:
 
     def _states(self, tensor: int) -> tuple[Sums, Sums, Sums]:
         graph, options, configs = self.graph, self.options, self.configs(tensor)
+        kept = options.optimizer, options.precision
         weights, states, tensors = (np.zeros(self.count) for _ in range(3))
         for parameter in graph.of_kind("parameter"):
             readers = graph.consumers[parameter.name]
@@ -196,7 +197,7 @@ class Works:
             i, position = readers[0]
             parts = _parts(configs[i], graph.operators[i].access.inputs[position].names())
             weights[i] += parameter.nbytes / parts
-            states[i] += bytes_in_training(parameter, options.optimizer, options.precision) / parts
+            states[i] += bytes_in_training(parameter, graph.gradient[parameter.name], *kept) / parts
             tensors[i] += 1
         return weights, states, tensors
 
