@@ -73,6 +73,12 @@ class Lowered:
         """The rows as tasks."""
         return task_graph(self)
 
+    def moved(self, purpose: str, key: int) -> Tensor:
+        """What a communication moves: the tensor of an edge, or the gradient of a weight as it is held."""
+        if purpose == "synchronise":
+            return self.graph.gradient[self.weights[key].tensor]
+        return self.graph.tensor[self.edges[key].tensor]
+
     def exchanged(self, weight: int) -> tuple[int, int]:
         """The block that sends first phases of the gradients of a weight, and the one before which ranks add what all
         phases bring."""
