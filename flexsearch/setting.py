@@ -280,7 +280,7 @@ class Setting:
         """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
         ``comparison_data``; if one of them has stages or microbatches, for ``layout_comparison`` and
         ``layout_comparison_data``. Raises StrategyError if one was made for another graph or topology, or if they have
-        neither and are not in the same precision."""
+        neither and are not in the same precision, or their gradients are not."""
         from flexsearch.explaining import difference, layout_difference
 
         if a.options.recipes or b.options.recipes:
@@ -295,11 +295,12 @@ class Setting:
             return layout_difference(
                 self._variants, plans, (self.staged_row(names[0], a), self.staged_row(names[1], b))
             )
-        if a.options.precision != b.options.precision:
-            raise StrategyError(
-                f"the plans are in different precisions, {a.options.precision} and {b.options.precision}",
-                "Compare their times with `flexsearch compare -s A -s B`.",
-            )
+        for what in ("precision", "gradients"):
+            if (one := getattr(a.options, what)) != (other := getattr(b.options, what)):
+                raise StrategyError(
+                    f"the plans differ in {what}, {one} and {other}",
+                    "Compare their times with `flexsearch compare -s A -s B`.",
+                )
         return difference((self.lower(a), self.lower(b)), names, (self.name_of(a), self.name_of(b)))
 
     def prove(

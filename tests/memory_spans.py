@@ -29,4 +29,4 @@ def spans_of(lowered: Lowered) -> list[Span]:
     spans = _with_spans(*_account(lowered), tuple(recipe_spans(lowered))).spans
     columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Span(device, first, last, nbytes, PARTS[part % int(CAST)], part >= CAST) for device, first, last, nbytes, part in rows]
+    return [Span(d, first, last, nbytes, PARTS[part % 8], part >= CAST) for d, first, last, nbytes, part in rows]

@@ -10,7 +10,6 @@ from flexsearch.graph.weight_gradients import able, weight_gradient_of
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.topology import Topology
 
-
 TYPES: dict[str, dict[str, str]] = {
     "as is": {}, "half": {"precision": "bf16"}, "wide": {"precision": "bf16", "gradients": "float32"},
 }  # fmt: skip

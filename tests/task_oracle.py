@@ -131,8 +131,8 @@ class _Definition:
         """Backward passes, and behind each a cast of the gradients of weights that it makes. Costs follow from extents,
         as if each piece made that of a bias."""
         op, graph, placed = self.graph.operators[i], self.graph, self.lowered.placed[i]
-        seconds = []
-        for piece, device, alone in zip(placed.placement.pieces, placed.device.tolist(), placed.backward_s, strict=True):
+        seconds, pieces = [], placed.placement.pieces
+        for piece, device, alone in zip(pieces, placed.device.tolist(), placed.backward_s, strict=True):
             moved = 0
             for name, flow, operand in zip(op.inputs, graph.flows[i], op.access.inputs, strict=True):
                 made, held = graph.tensor[name], graph.gradient[name]

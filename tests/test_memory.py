@@ -122,11 +122,7 @@ def _rounded(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
 def actual_spans(lowered: Lowered, spans: Sequence[Span]) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
-    return Counter(
-        s._replace(**dict(zip(("first", "last"), _rounded(s.first, s.last, begin, end), strict=True)), cast=False)
-        for s in spans
-        if s.nbytes
-    )
+    return Counter(Span(s.device, *_rounded(s.first, s.last, begin, end), s.nbytes, s.part) for s in spans if s.nbytes)
 
 
 def summed(spans: Iterable[Span | TaskSpan], devices: int) -> list[int]:

@@ -143,7 +143,7 @@ def _peak(name: str, imported: Imported, file: str) -> int:
         there = [inputs, targets, *engine.weights.values(), *(t for _, t in engine.fixed.values())]
         with LiveBytes(there) as live:
             parallel((inputs, targets))
-    return live.peak
+    return int(live.peak)
 
 
 def _predicted(imported: Imported, plan: Strategy) -> list[int]:

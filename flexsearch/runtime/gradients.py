@@ -64,7 +64,8 @@ def accumulated(
     hooks = []
     for leaf, total, place in zip(leaves, sums, places, strict=True):
         if place.held is not None:
-            hooks.append(leaf.register_post_accumulate_grad_hook(_casting(values, place)))
+            hook = _casting(values, place)
+            hooks.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if total is not None:
             if leaf.untyped_storage().nbytes() < leaf.nbytes:
                 leaf.data = total  # without memory of its own: autograd wants one laid out alike

@@ -275,7 +275,7 @@ class SegmentRunner:
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
                 made: Sequence[Tensor | None]
-                if alone or (casts and part == "all") or (part == "all" and any(values[slot] is not None for slot in sums)):
+                if alone or (part == "all" and (casts or any(values[slot] is not None for slot in sums))):
                     made = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
                     made = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)

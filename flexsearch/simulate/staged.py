@@ -29,8 +29,8 @@ from flexsearch.topology import Topology
 
 
 class StagedSimulators:
-    """Simulators of the plans of one graph on one topology, all in the element types of those with ``options``. What was worked out for one plan
-    serves all that cut the batch into equal parts."""
+    """Simulators of the plans of one graph on one topology, all in the types of those with ``options``. What was worked
+    out for one plan serves all that cut the batch into equal parts."""
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None, options: Options | None = None

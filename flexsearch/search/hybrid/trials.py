@@ -66,7 +66,7 @@ def trials_of(*arguments: Any) -> Callable[[Request, Watch], Answer]:
 
 
 class Trials:
-    """Simulates plans of one graph on one topology; all have the element types of ``options``. ``native``: only those that
+    """Simulates plans of one graph on one topology; all have the types of ``options``. ``native``: only those that
     PyTorch's own parts express."""
 
     def __init__(

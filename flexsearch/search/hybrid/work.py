@@ -98,6 +98,12 @@ class Works:
                 continue
         return found
 
+    @cached_property
+    def wider(self) -> float:
+        """How many times as large gradients of weights are as these."""
+        weights = self.graph.of_kind("parameter")
+        return sum(self.graph.gradient[w.name].nbytes for w in weights) / max(1, sum(w.nbytes for w in weights))
+
     # ---- time
 
     @cached_property
@@ -132,7 +138,8 @@ class Works:
             extents = [self._extents(i, configs[i], samples)]
             forward, backward = costs.of_extents(i, extents, kind)[:, 0]
             inputs, weight = costs.halves(i, extents, kind)[:, 0]
-            rows[:, i] = forward, backward, weight, inputs + weight - backward
+            cast = costs.casting(i, extents, kind)[0]
+            rows[:, i] = forward, backward + cast, weight + cast, inputs + weight - backward
         if tensor > 1:
             for row, nbytes in zip(rows[:2], self._partial_sums(tensor), strict=True):
                 row += self._exchanged(tensor, nbytes * samples // self.graph.batch)
