@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from flexsearch.cost import Costs
 from flexsearch.graph.importer import Imported, import_with_constants
 from flexsearch.lower import lower_for_ranks
+from flexsearch.runtime.engine import Engine
+from flexsearch.runtime.instructions import Instruction
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.simulate.memory import memory
@@ -51,12 +54,25 @@ def _distributed(name: str, imported: Imported, file: str) -> tuple[Parallel, Te
 def _gradients(name: str, imported: Imported, file: str) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
     """By weight, what this rank stores of its gradient after one step, and where that lies."""
     parallel, inputs, targets = _distributed(name, imported, file)
+    if parallel.strategy.options.gradients == "float32":
+        parallel.engine.around = partial(_check_types, parallel.engine)
     parallel((inputs, targets))
     stored = parallel.stored
     return {
         n: (w.grad, tuple(slice(low, high) for low, high in stored.pieces(n)[0][0]))
         for n, w in stored.weights.items() if w.grad is not None
     }  # fmt: skip
+
+
+def _check_types(engine: Engine, _: Instruction, action: Callable[[], None]) -> None:
+    """Whatever holds gradients of weights between two instructions, whole or in parts, is in float32."""
+    action()
+    weights = {e for weight in engine.lowered.weights for e in weight.edges}
+    for key, value in zip(engine.program.slots, engine._values, strict=True):
+        name: Any = key.name
+        of_weight = key.kind == "weight gradient" or (key.kind == "edge gradient" and name in weights)
+        if of_weight or (key.kind in ("phase", "kept") and name[0].purpose == "synchronise"):
+            assert value is None or value.dtype == torch.float32, key
 
 
 def _of_one_device() -> dict[str, Tensor]:

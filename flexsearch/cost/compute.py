@@ -110,7 +110,7 @@ class Costs:
         """Seconds that pieces of these extents take on a kind of device to cast the gradients of weights that they make
         to the type in which these are held, behind the task that makes them."""
         costed, model, axes = self._costed[operator], self._models[kind], self._axes[operator]
-        if self._halves[operator] == "inputs":
+        if self._halves[operator] == "inputs" or not isinstance(self.graph, WideGradientsGraph):
             return np.zeros(len(extents))
         named = (dict(zip(axes, extent, strict=True)) for extent in extents)
         return np.array([model.casting(costed.cast_bytes(extent)) for extent in named])
