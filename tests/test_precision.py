@@ -22,9 +22,11 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
 from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowered, Lowering
+from flexsearch.lower.backward_order import buckets_of
 from flexsearch.lower.rows import BACKWARD, COMPUTE
 from flexsearch.report.layout_differences import layout_comparison_data
 from flexsearch.report.layouts import layout_words
+from flexsearch.runtime.room import sent_bytes
 from flexsearch.search.space import Space
 from flexsearch.setting import Setting
 from flexsearch.simulate.staged import StagedSimulators
@@ -227,6 +229,19 @@ def test_exchanges_of_gradients_have_4_bytes_an_element_and_gathers_2() -> None:
         ]
         assert moved[1]["synchronise"] == 2 * moved[0]["synchronise"] > 0
         assert moved[1]["gather"] == moved[0]["gather"] and bool(moved[0]["gather"]) == (name == "fsdp")
+
+
+def test_buckets_and_messages_count_what_is_sent() -> None:
+    graph, topology = mlp(), Topology.load("ethernet-1g-2")
+    half, wide = (o.typed(graph) for o in (ADAM, WIDE))
+    assert buckets_of(wide, 8000) == buckets_of(graph, 8000) == buckets_of(half, 4000) != buckets_of(half, 8000)
+    sent = []
+    for options in (ADAM, WIDE):
+        plan = baseline("fsdp", graph, topology, options)  # sums go in messages here
+        lowered = Setting.of(graph, topology).lower(plan)
+        tasks = [t for t, what in enumerate(lowered.tasks.communication) if what is not None]
+        sent.append(sum(sent_bytes(lowered, 0, t) for t in tasks))
+    assert sent[1] == 2 * sent[0] > 0
 
 
 def test_recipes_count_vectors_of_float32() -> None:
