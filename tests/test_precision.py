@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from flexsearch.api import simulate
+from flexsearch.calibrating import read_rows
 from flexsearch.cost import Costs, Profile, ProfileDevice
 from flexsearch.cost.efficiency import moving_rate
 from flexsearch.cost.ticks import TICK
@@ -336,6 +337,18 @@ def test_simulators_under_another_profile_keep_the_types_of_plans() -> None:
     args = Pipeline.of(plan, graph), plan.in_order(graph), WIDE
     again = simulators.under(Profile(device=ProfileDevice(kind="cuda", model="A100-SXM4-80GB"), torch="2"))
     assert again.simulator(*args).seconds == simulators.simulator(*args).seconds
+
+
+def test_rows_to_calibrate_with_have_a_column_for_it(tmp_path: Path) -> None:
+    topology, path = Topology.load("dgx-a100:1"), tmp_path / "rows.csv"
+    path.write_text("graph,data,precision,gradients,measured_s\nmlp,8,bf16,as-is,1\nmlp,8,bf16,float32,1\n")
+    profile = Profile(device=ProfileDevice(kind="cuda", model="A100-SXM4-80GB"), torch="2")
+    half, wide = (row.predict(profile) for row in read_rows(path, topology))
+    assert wide > 1.2 * half
+    for wrong in ("mlp,8,as-is,float32,1", "mlp,8,bf16,float16,1"):
+        path.write_text(f"graph,data,precision,gradients,measured_s\n{wrong}\n")
+        with pytest.raises(FileFormatError, match="gradients is 'float"):
+            read_rows(path, topology)
 
 
 def test_the_command_line_plans_with_gradients_in_float32(cli: Cli) -> None:
