@@ -22,6 +22,7 @@ from flexsearch.fitting import training_bytes
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
 from flexsearch.graph.precision import with_precision
+from flexsearch.graph.weight_gradients import able, with_weight_gradients
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.backward_order import buckets_of
 from flexsearch.lower.rows import BACKWARD, COMPUTE
@@ -202,8 +203,8 @@ def test_gradients_in_float32_are_those_of_weights_in_half_precision_alone() -> 
     for name in {t.name for t in graph.tensors} - {t.name for t in graph.of_kind("parameter")}:
         assert wide.gradient[name] == wide.tensor[name]
     assert all(half.gradient[name] == half.tensor[name] for name in half.tensor)
-    part = with_batch(wide, Fraction(1, 4))
-    assert {part.gradient[t.name].dtype for t in part.of_kind("parameter")} == {"float32"}
+    for part in (with_batch(wide, Fraction(1, 4)), with_weight_gradients(wide, able(wide))):
+        assert {part.gradient[t.name].dtype for t in part.of_kind("parameter")} == {"float32"}
     again = pickle.loads(pickle.dumps(wide))
     assert type(again) is type(wide) and again.tensors == wide.tensors and again.gradient == wide.gradient
 
