@@ -1,6 +1,7 @@
 """How near are predictions to training steps that others measured on real GPU clusters?
 
     python -m benchmarks.truth DATA [--quick] [--json] [--only fsdp|pipelines|megatron|nccl] [--rows]
+                                    [--gradients float32]
     python -m benchmarks.truth DATA --fit [--by size|source] [--gpu A100|H100] [--quick] [--json]
     python -m benchmarks.truth DATA --intervals
 
@@ -17,6 +18,11 @@ files are not there are left out):
 
 Each row's layout, microbatches, recomputation and precision are those of the run that was measured; the step is that of
 ``flexsearch.search.hybrid.simulate_layout`` on the cluster of the source. Nothing is added by hand.
+
+Gradients of weights are in the type of the weights. llm-foundry's rows in mode PURE say so. Those in mode DEFAULT do
+not: Composer documented float32, and had the other until October 2023 (its pull request 2628); the table does not say
+which version ran. Nor do the rows in fp16, for which Megatron-LM's default is fp16. ``--gradients float32`` plans all
+rows that do not say it with gradients in float32.
 
 - ``mape``: mean of |predicted - measured| / measured; ``median_error``: the median of the same; ``bias``: the median of
   predicted / measured - 1;
@@ -38,12 +44,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, groupby
 from math import nan
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from benchmarks.decoders import Model, graph_of
 from benchmarks.harness import Row, median, options_with_data, parser, report, say
@@ -54,6 +60,7 @@ from flexsearch.cost.communication import Pricing
 from flexsearch.errors import FlexsearchError
 from flexsearch.files import shipped
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.precision import Gradients
 from flexsearch.search.hybrid import Layout, simulate_layout
 from flexsearch.strategy import Options, States
 from flexsearch.topology import Topology
@@ -85,6 +92,14 @@ class Case:
     layout: Layout
     options: Options
     measured_s: float
+    told: bool = False
+    """Whether the source says in which type gradients are added up and sent."""
+
+    def assumed(self, gradients: Gradients) -> Case:
+        """The same with ``gradients`` of this type, unless the source says theirs."""
+        if self.told:
+            return self
+        return replace(self, options=self.options.model_copy(update={"gradients": gradients}))
 
 
 # ---- clusters
@@ -144,6 +159,7 @@ def fsdp_cases(data: Path) -> Iterator[Case | str]:
             "fsdp", row["gpu"], (label,), f"{label}, {row['micro_batch']} x {row['accumulation']}",
             Model(hidden, heads, layers, MPT_VOCAB, seq, fused=True, bias=False), int(row["global_batch"]), row["gpu"],
             Layout(gpus, 1, 1, int(row["accumulation"]), states=States.WEIGHTS), options, float(row["iteration_s"]),
+            told=row["mp_mode"] == "PURE",
         )  # fmt: skip
 
 
@@ -336,11 +352,10 @@ def interval_rows(name: str, rows: Sequence[Scored]) -> Iterator[Row]:
         }  # fmt: skip
 
 
-def fit_rows(data: Path, quick: bool, gpus: Iterable[str], by: str) -> Iterator[Row]:
+def fit_rows(data: Path, quick: bool, gpus: Iterable[str], by: str, gradients: Gradients) -> Iterator[Row]:
     """See :mod:`benchmarks.truth_fit`."""
-    cases = [
-        case for name in tables_of(data) if name in TABLES for case in TABLES[name](data) if isinstance(case, Case)
-    ]
+    every = (case for name in tables_of(data) if name in TABLES for case in TABLES[name](data))
+    cases = [case.assumed(gradients) for case in every if isinstance(case, Case)]
     for gpu in gpus:
         own = [case for case in cases if case.cluster.startswith(GPUS[gpu]) and case.layout.pipeline == 1]
         thin = THIN if quick else 1
@@ -357,8 +372,11 @@ def tables_of(data: Path) -> list[str]:
     return [name for name in (*TABLES, "nccl") if name not in FILES or (data / FILES[name]).exists()]
 
 
-def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tuple[list[Scored], list[str]]:
-    """All cases of a table, simulated, and what could not be planned. ``intervals``: with their widths."""
+def measure(
+    name: str, data: Path, quick: bool, intervals: bool = False, gradients: Gradients = "as-is"
+) -> tuple[list[Scored], list[str]]:
+    """All cases of a table, simulated, and what could not be planned. ``intervals``: with their widths; ``gradients``:
+    where the source does not say it."""
     cases, scored = list(TABLES[name](data)), list[Scored]()
     if quick:
         cases = cases[:: max(1, len(cases) // QUICK)]
@@ -368,7 +386,7 @@ def measure(name: str, data: Path, quick: bool, intervals: bool = False) -> tupl
             continue
         say(case.label)
         try:
-            scored.append(predict(case, interval=intervals))
+            scored.append(predict(case.assumed(gradients), interval=intervals))
         except FlexsearchError as error:
             refused.append(f"{case.label}: {error}")
     return scored, refused
@@ -383,17 +401,19 @@ def main() -> int:
     arguments.add_argument("--gpu", choices=GPUS, help="fit those of one GPU")
     arguments.add_argument("--by", choices=BY, default="size", help="what --fit leaves out in turn")
     arguments.add_argument("--intervals", action="store_true", help="how many steps the 80 %% intervals cover")
+    arguments.add_argument("--gradients", choices=get_args(Gradients), default="as-is", help="where no source says it")
     options = options_with_data(arguments, *FILES.values())
     wanted = [name for name in tables_of(options.data) if options.only in (None, name)]
     if not wanted:
         arguments.error(f"{options.data} has no {FILES[options.only]}")
     lines: list[Row] = []
     if options.fit:
-        rows = list(fit_rows(options.data, options.quick, GPUS if options.gpu is None else [options.gpu], options.by))
+        gpus = GPUS if options.gpu is None else [options.gpu]
+        rows = list(fit_rows(options.data, options.quick, gpus, options.by, options.gradients))
         report(rows, "Efficiencies fitted to published steps", options.json)
         return 0
     for name in (name for name in wanted if name in TABLES):
-        scored, refused = measure(name, options.data, options.quick, options.intervals)
+        scored, refused = measure(name, options.data, options.quick, options.intervals, options.gradients)
         for reason in refused:
             say(f"refused: {reason}")
         if options.rows:

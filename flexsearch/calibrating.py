@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NUMBERS: Final = ("data", "tensor", "pipeline", "microbatches", "chunks")
 """Columns of a layout that are whole numbers of 1 or more; each is 1 unless it is given."""
-OPTIONS: Final = ("optimizer", "precision", "recompute", "reshard_after_forward")
+OPTIONS: Final = ("optimizer", "precision", "gradients", "recompute", "reshard_after_forward")
 COLUMNS: Final = (
     "measured_s", "strategy", "graph", "batch", "seq", "topology", "weight", "group", *NUMBERS, "schedule", "states",
     *OPTIONS,
@@ -265,7 +265,7 @@ class _LayoutTime:
 
     def __call__(self, profile: Profile) -> float:
         if self._simulators is None:
-            self._simulators = StagedSimulators(self._graph, self._topology, profile, self._options.precision)
+            self._simulators = StagedSimulators(self._graph, self._topology, profile, self._options)
             self._plan = plan_layout(self._simulators, self._layout, self._options)
         return self._simulators.under(profile).simulator(*self._plan, self._options).seconds
 

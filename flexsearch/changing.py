@@ -26,7 +26,7 @@ def on_changed(
     start, same = _moved(there, strategy, words)
     options = strategy.options.exact
     if space == "layouts":  # the search sets the others
-        options = Options(optimizer=options.optimizer, precision=options.precision)
+        options = Options(optimizer=options.optimizer, precision=options.precision, gradients=options.gradients)
     looked_at, kept = 0, True
     anew, best = same, start
     try:

@@ -8,7 +8,6 @@ from typing import Final
 
 from flexsearch.cost.updates import bytes_in_training
 from flexsearch.errors import FlexsearchError, TopologyError
-from flexsearch.graph.precision import with_precision
 from flexsearch.planning import OnProgress, plan
 from flexsearch.report.fitting import Attempt, Fitting
 from flexsearch.setting import Setting
@@ -98,5 +97,6 @@ class _Tries:
 
 def training_bytes(setting: Setting, options: Options) -> int:
     """Bytes of all weights, their gradients and what the optimizer keeps: a copy of each."""
-    weights = with_precision(setting.graph, options.precision).of_kind("parameter")
-    return sum(int(bytes_in_training(w, options.optimizer, options.precision)) for w in weights)
+    graph = options.typed(setting.graph)
+    weights = ((w, graph.gradient[w.name]) for w in graph.of_kind("parameter"))
+    return sum(int(bytes_in_training(*both, options.optimizer, options.precision)) for both in weights)

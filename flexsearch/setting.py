@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.precision import with_precision
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
@@ -100,8 +99,8 @@ class Setting:
         return gcd(*parts) or 1
 
     def under(self, options: Options | None) -> Setting:
-        """The same in the precision of plans with these options."""
-        graph = with_precision(self.graph, (options or Options()).precision)
+        """The same in the element types of plans with these options."""
+        graph = (options or Options()).typed(self.graph)
         if graph is self.graph:
             return self
         return Setting(graph, self.topology, Costs(graph, self.topology, self.costs.profile))
@@ -200,7 +199,7 @@ class Setting:
             budget_s = None if budget_s is None else budget_s / 2
             proposals = None if proposals is None else proposals // 2
         if options is None and start is not None:
-            options = Options(precision=start.options.precision)
+            options = Options(precision=start.options.precision, gradients=start.options.gradients)
         here = self.under(options)
         result = search(
             here.graph, here.topology, here.costs, options, budget_s=budget_s, proposals=proposals, seed=seed,
@@ -306,7 +305,7 @@ class Setting:
         """What differs between two plans and what each difference costs: for ``report.differences.comparison`` and
         ``comparison_data``; if one of them has stages or microbatches, for ``layout_comparison`` and
         ``layout_comparison_data``. Raises StrategyError if one was made for another graph or topology, or if they have
-        neither and are not in the same precision."""
+        neither and are not in the same precision, or their gradients are not."""
         from flexsearch.explaining import difference, layout_difference
 
         if a.options.recipes or b.options.recipes:
@@ -321,11 +320,12 @@ class Setting:
             return layout_difference(
                 self._variants, plans, (self.staged_row(names[0], a), self.staged_row(names[1], b))
             )
-        if a.options.precision != b.options.precision:
-            raise StrategyError(
-                f"the plans are in different precisions, {a.options.precision} and {b.options.precision}",
-                "Compare their times with `flexsearch compare -s A -s B`.",
-            )
+        for what in ("precision", "gradients"):
+            if (one := getattr(a.options, what)) != (other := getattr(b.options, what)):
+                raise StrategyError(
+                    f"the plans differ in {what}, {one} and {other}",
+                    "Compare their times with `flexsearch compare -s A -s B`.",
+                )
         return difference((self.lower(a), self.lower(b)), names, (self.name_of(a), self.name_of(b)))
 
     def prove(

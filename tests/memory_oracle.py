@@ -304,7 +304,7 @@ class _Walk:
                 continue
             op, placement = graph.operators[i], lowered.placed[i].placement
             alias = self.rules[i].alias
-            now = {d: self.task[TaskKind.BACKWARD, i, d] for d in placement.devices}
+            now, previous = {d: self.task[TaskKind.BACKWARD, i, d] for d in placement.devices}, (-1, -1)
             late = {d: self.task.get((TaskKind.WEIGHT_GRADIENT, i, d), now[d]) for d in placement.devices}
             of_output: dict[int, Span] = {}
             for name in op.outputs:
@@ -319,7 +319,7 @@ class _Walk:
             for p, name in enumerate(op.inputs):
                 if graph.flows[i][p] == Flow.VALUE:
                     continue
-                e, tensor = lowered.edge_of[i, p], graph.tensor[name]
+                e, tensor, held = lowered.edge_of[i, p], graph.tensor[name], graph.gradient[name]
                 made = late if tensor.kind == "parameter" else now
                 for piece, device in zip(placement.pieces, placement.devices, strict=True):
                     box = piece.inputs[p]
@@ -330,6 +330,8 @@ class _Walk:
                         if given & together and p < 3 and lowered.edges[e].readers[-1] == (i, p):
                             self._new(device, volume(box) * tensor.itemsize, "activations", now[device])
                         continue
+                    if held.dtype != tensor.dtype and (e, i) != previous:  # what this reader makes, until it is cast
+                        self._new(device, volume(box) * tensor.itemsize, "gradients", made[device])
                     if (e, device) in gradient:
                         gradient[e, device].until(made[device])
                     elif (
@@ -339,7 +341,8 @@ class _Walk:
                         gradient[e, device] = of_output[device]
                     else:
                         part: Part = "gradients" if tensor.kind == "parameter" else "activations"
-                        gradient[e, device] = self._new(device, volume(box) * tensor.itemsize, part, made[device])
+                        gradient[e, device] = self._new(device, volume(box) * held.itemsize, part, made[device])
+                previous = e, i
             for e in dict.fromkeys(lowered.edge_of[i, p] for p in reversed(range(len(op.inputs)))):
                 edge = lowered.edges[e]
                 if edge.backward is not None and edge.readers[0][0] == i:
@@ -375,7 +378,7 @@ class _Walk:
             sync = weight.plan.sync
             if sync is None:
                 continue
-            tensor = self.graph.tensor[weight.tensor]
+            tensor = self.graph.gradient[weight.tensor]
             born: dict[int, int] = {}
             for e in weight.edges:
                 mine = {d: gradient[e, d] for d in {x.device for x in self.lowered.edges[e].need} if (e, d) in gradient}
@@ -405,7 +408,7 @@ class _Walk:
         stays = self._kept(sync, device, itemsize)
         if not sent or not (apart or len(members) > 1) or made <= stays:
             return 0
-        nbytes = [self.graph.tensor[self.lowered.weights[k].tensor].nbytes for k in members]
+        nbytes = [self.graph.gradient[self.lowered.weights[k].tensor].nbytes for k in members]
         most = [n - sum(nbytes[:k]) for k, n in enumerate(nbytes)]
         return made - stays - (0 if members[most.index(max(most))] == w else stays)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from flexsearch.lower import Lowered
 from flexsearch.simulate.memory import PARTS, Part, _account, _with_spans
 from flexsearch.simulate.recipe_memory import recipe_spans
+from flexsearch.simulate.spans import CAST
 
 
 class Span(NamedTuple):
@@ -19,6 +20,8 @@ class Span(NamedTuple):
     last: int
     nbytes: int
     part: Part
+    cast: bool = False
+    """Of gradients: what is added to them later has spans of its own."""
 
 
 def spans_of(lowered: Lowered) -> list[Span]:
@@ -26,4 +29,4 @@ def spans_of(lowered: Lowered) -> list[Span]:
     spans = _with_spans(*_account(lowered), tuple(recipe_spans(lowered))).spans
     columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [Span(device, first, last, nbytes, PARTS[part]) for device, first, last, nbytes, part in rows]
+    return [Span(d, first, last, nbytes, PARTS[part % 8], part >= CAST) for d, first, last, nbytes, part in rows]

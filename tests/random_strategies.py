@@ -10,6 +10,11 @@ from flexsearch.graph.weight_gradients import able, weight_gradient_of
 from flexsearch.strategy import OperatorConfig, Options, States, Strategy, make_config
 from flexsearch.topology import Topology
 
+TYPES: dict[str, dict[str, str]] = {
+    "as is": {}, "half": {"precision": "bf16"}, "wide": {"precision": "bf16", "gradients": "float32"},
+}  # fmt: skip
+"""Options of element types."""
+
 
 @st.composite
 def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -> OperatorConfig:
@@ -32,13 +37,16 @@ def configs(draw: st.DrawFn, op: Operator, devices: int, unequal: bool = True) -
 
 @st.composite
 def strategies(
-    draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True, divided: bool = False
+    draw: st.DrawFn, graph: OperatorGraph, topology: Topology, unequal: bool = True, divided: bool = False,
+    types: st.SearchStrategy[str] | None = None,
 ) -> Strategy:  # fmt: skip
-    """A config for every operator. ``divided``: also for the gradients of the weights of most that may have one."""
+    """A config for every operator. ``divided``: also for the gradients of the weights of most that may have one.
+    ``types``: keys of ``TYPES``."""
     chosen = {op.name: draw(configs(op, len(topology.devices), unequal)) for op in graph.operators}
     for name in able(graph) if divided else ():
         if draw(st.sampled_from([True, True, False])):
             op = graph.operators[graph.index[name]]
             chosen[weight_gradient_of(name)] = draw(configs(op, len(topology.devices), unequal)).sharded(States.WHOLE)
     bucket = draw(st.sampled_from([1, 1000, 25 * 2**20]))
-    return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket))
+    typed = TYPES["as is" if types is None else draw(types)]
+    return Strategy.make(graph, topology, chosen, Options(bucket_bytes=bucket, **typed))  # type: ignore[arg-type]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 
 from flexsearch.cost.communication import Transfer
+from flexsearch.cost.efficiency import moving_rate
 from flexsearch.cost.ticks import TICK, whole
 from flexsearch.graph import Flow, volume
 from flexsearch.graph.samples import counting
@@ -108,7 +109,7 @@ class _Definition:
             op = graph.operators[i]
             late = [lowered.edge_of[i, p] for p in range(len(op.inputs))] if op.half == "weights" else []
             purposes = ("forward", "backward") if late else ("backward",)
-            self.compute(TaskKind.BACKWARD, i, lowered.placed[i].backward_s, purposes, late + [
+            self.compute(TaskKind.BACKWARD, i, self.with_casts(i), purposes, late + [
                 e for name in op.outputs for e in lowered.edges_of[name] if lowered.edges[e].backward is not None
             ])  # fmt: skip
             for e in dict.fromkeys(lowered.edge_of[i, p] for p in range(len(op.inputs))):
@@ -125,6 +126,21 @@ class _Definition:
                         self.synchronise(done[bucket], 0)
                         before = done[bucket]
         self.synchronise(before, 1)
+
+    def with_casts(self, i: int) -> list[float]:
+        """Backward passes, and behind each a cast of the gradients of weights that it makes. Costs follow from extents,
+        as if each piece made that of a bias."""
+        op, graph, placed = self.graph.operators[i], self.graph, self.lowered.placed[i]
+        seconds, pieces = [], placed.placement.pieces
+        for piece, device, alone in zip(pieces, placed.device.tolist(), placed.backward_s, strict=True):
+            moved = 0
+            for name, flow, operand in zip(op.inputs, graph.flows[i], op.access.inputs, strict=True):
+                made, held = graph.tensor[name], graph.gradient[name]
+                if flow != Flow.VALUE and made.dtype != held.dtype:
+                    moved += prod(map(piece.extent, operand.names())) * (made.itemsize + held.itemsize)
+            rate = moving_rate(self.lowered.topology.devices[device], "float32")
+            seconds.append(alone + float(whole(moved / rate)))
+        return seconds
 
     def synchronise(self, weights: Sequence[int], phase: int) -> None:
         """A phase of a bucket: exchanges of the same form, senders, receivers and type of elements as one."""
@@ -151,7 +167,10 @@ class _Definition:
         for device, row in sorted(stored.items()):
             after = [t for w in range(len(self.lowered.weights))
                      for t in self.arrived.get(("synchronise", w), {}).get(device, ())]  # fmt: skip
-            seconds = self.lowering.costs.update(sum(row.values()), len(row), device, self.lowered.options.optimizer)
+            options = self.lowered.options
+            seconds = self.lowering.costs.update(
+                sum(row.values()), len(row), device, options.optimizer, options.precision
+            )
             self.task(TaskKind.UPDATE, -1, device, seconds, after)
 
     def compute(

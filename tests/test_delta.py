@@ -24,7 +24,7 @@ from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.parts import FORMS
 from tests.proposals import propose
-from tests.random_strategies import strategies
+from tests.random_strategies import TYPES, strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
 
 Configs = tuple[OperatorConfig, ...]
@@ -148,10 +148,15 @@ def walk(
     "graph", [mlp(), cnn(), transformer(layers=1), normed, tied], ids=["mlp", "cnn", "transformer", "norm", "tied"]
 )
 @settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=2)
-@given(seed=st.integers(0, 2**32 - 1), bucket=st.sampled_from([1, 3000, 25 * 2**20]))
-def test_a_walk_of_proposals_is_simulated_as_the_whole_plans_are(graph: Any, name: str, seed: int, bucket: int) -> None:
-    made = graph if isinstance(graph, OperatorGraph) else graph()
-    walk(made, TOPOLOGIES[name](), np.random.default_rng(seed), Options(bucket_bytes=bucket), STEPS)
+@given(
+    seed=st.integers(0, 2**32 - 1), bucket=st.sampled_from([1, 3000, 25 * 2**20]),
+    types=st.sampled_from(sorted(TYPES)),
+)  # fmt: skip
+def test_a_walk_of_proposals_is_simulated_as_the_whole_plans_are(
+    graph: Any, name: str, seed: int, bucket: int, types: str
+) -> None:
+    made, options = graph if isinstance(graph, OperatorGraph) else graph(), Options(bucket_bytes=bucket, **TYPES[types])  # type: ignore[arg-type]
+    walk(options.typed(made), TOPOLOGIES[name](), np.random.default_rng(seed), options, STEPS)
 
 
 @settings(derandomize=True, deadline=None, phases=(Phase.generate,), max_examples=15)
@@ -164,10 +169,10 @@ def test_so_are_walks_over_random_graphs(data: Any, graph: OperatorGraph, name: 
 @given(data=st.data(), name=st.sampled_from(sorted(TOPOLOGIES)))
 def test_so_is_any_legal_strategy(data: Any, name: str) -> None:
     graph, topology = data.draw(st.sampled_from([mlp(), cnn(), normed()])), TOPOLOGIES[name]()
-    simulator, configs = None, ()
+    simulator, configs, options = None, (), Options(**TYPES[data.draw(st.sampled_from(sorted(TYPES)))])  # type: ignore[arg-type]
+    graph = options.typed(graph)
     for _ in range(3):
-        strategy = data.draw(strategies(graph, topology))
-        options, new = Options(), strategy.in_order(graph)
+        new = data.draw(strategies(graph, topology)).in_order(graph)
         if simulator is None:
             simulator = DeltaSimulator(graph, topology, Costs(graph, topology), options, new)
             check_equal(simulator, new, simulator.seconds, options)

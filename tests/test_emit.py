@@ -15,7 +15,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.lower.rows import COMPUTE, ISSUE, NEVER, WAIT
 from flexsearch.strategy import Options
-from tests.random_strategies import strategies
+from tests.random_strategies import TYPES, strategies
 from tests.task_oracle import task_graph
 from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, normed, tied
@@ -104,8 +104,9 @@ def check(lowering: Lowering, configs: Any, options: Options) -> None:
 @given(data=st.data(), prefetch=st.integers(0, 3))
 def test_rows_are_those_of_the_definition(data: Any, graph: str, name: str, prefetch: int) -> None:
     made, topology = GRAPHS[graph](), TOPOLOGIES[name]()
-    strategy = data.draw(strategies(made, topology))
+    strategy = data.draw(strategies(made, topology, types=st.sampled_from(sorted(TYPES))))
     options = strategy.options.model_copy(update={"prefetch": prefetch})
+    made = options.typed(made)
     check(Lowering(made, topology, Costs(made, topology)), strategy.in_order(made), options)
 
 

@@ -128,8 +128,10 @@ def test_exported_files_give_the_losses_and_weights_of_one_device() -> None:
         _check_weights(answers, weights, what)
 
 
-def test_an_exported_file_in_bf16_trains_near_the_model() -> None:
-    strategy = layout(graph("llama"), 4, states=States.WEIGHTS, options=Options(precision="bf16"))
+@pytest.mark.parametrize("gradients", ["as-is", "float32"])
+def test_an_exported_file_in_bf16_trains_near_the_model(gradients: Any) -> None:
+    options = Options(precision="bf16", gradients=gradients)
+    strategy = layout(graph("llama"), 4, states=States.WEIGHTS, options=options)
     answers = pool(4).run(train, "llama", torch_file(strategy, graph("llama")), torch.float32)
     losses, _ = alone("llama")
     assert sum(answer[0][0] for answer in answers) / 4 == pytest.approx(losses[0], rel=2e-2)
@@ -383,7 +385,9 @@ def test_a_weight_that_two_modules_read_is_split_in_one_way() -> None:
 
 
 def test_flags_of_torchtitan_and_megatron_say_the_layout() -> None:
-    options = Options(optimizer="adam", recompute="full", precision="bf16", reshard_after_forward=True)
+    options = Options(
+        optimizer="adam", recompute="full", precision="bf16", gradients="float32", reshard_after_forward=True
+    )
     plan = layout(
         graph("llama"), 2, 2, LLAMA, ranks=2, topology="dgx-a100:1", states=States.WEIGHTS, microbatches=2,
         schedule="interleaved-1f1b", options=options,
@@ -403,6 +407,30 @@ def test_flags_of_torchtitan_and_megatron_say_the_layout() -> None:
     assert megatron["--recompute-granularity"] == "full" and "--bf16" in megatron
     assert megatron["--data-parallel-sharding-strategy"] == "optim_grads_params"
     assert "--use-tp-pp-dp-mapping" in megatron  # the ranks of a pipeline are next to each other
+    assert titan["--training.mixed_precision_reduce"] == "float32"
+
+
+@pytest.mark.parametrize(("precision", "gradients", "flag"), [
+    ("bf16", "float32", "accumulate-allreduce-grads-in-fp32"), ("bf16", "as-is", "grad-reduce-in-bf16"),
+    ("fp16", "float32", "accumulate-allreduce-grads-in-fp32"), ("fp16", "as-is", None), ("as-is", "as-is", None),
+])  # fmt: skip
+def test_the_type_of_gradients_is_that_of_the_plan(precision: Any, gradients: Any, flag: str | None) -> None:
+    options = Options(optimizer="adam", precision=precision, gradients=gradients)
+    plan = layout(graph("llama"), 4, states=States.OPTIMIZER, options=options)
+    megatron = {name.removeprefix("--") for name, _ in megatron_flags(plan, graph("llama"))}
+    assert megatron & {"accumulate-allreduce-grads-in-fp32", "grad-reduce-in-bf16"} == ({flag} if flag else set())
+    if precision != "as-is":
+        text = torch_file(layout(graph("llama"), 4, states=States.WEIGHTS, options=options), graph("llama"))
+        own = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+        reduced = "torch.float32" if gradients == "float32" else own
+        assert f"MixedPrecisionPolicy(param_dtype={own}, reduce_dtype={reduced})" in text
+
+
+def test_gradients_in_bfloat16_are_refused_where_torchtitan_has_none() -> None:
+    plan = layout(graph("llama"), 4, states=States.WEIGHTS, options=ADAM.model_copy(update={"precision": "bf16"}))
+    with pytest.raises(StrategyError, match="gradients: torchtitan adds up") as error:
+        torchtitan_flags(plan, graph("llama"))
+    assert "gradients float32" in error.value.remedy
 
 
 def test_schedules_that_megatron_has_not_are_refused() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
+from flexsearch.graph.precision import with_precision
 from flexsearch.graph.weight_gradients import able, with_weight_gradients
 from flexsearch.lower import Lowered, Lowering
 from flexsearch.lower.plan import PlanRows
@@ -35,7 +36,7 @@ from tests.memory_oracle import Span as TaskSpan
 from tests.memory_oracle import spans_of_tasks
 from tests.memory_spans import Span, spans_of
 from tests.proposals import propose
-from tests.random_strategies import strategies
+from tests.random_strategies import TYPES, strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
 from tests.test_delta import TOPOLOGIES, dags, differences, normed, tied
 from tests.test_schedule import staged
@@ -121,11 +122,7 @@ def _rounded(first: int, last: int, begin: int, end: int) -> tuple[int, int]:
 def actual_spans(lowered: Lowered, spans: Sequence[Span]) -> Counter[Span]:
     moments = moments_of_tasks(lowered)
     begin, end = moments[0], moments[-1]
-    return Counter(
-        s._replace(**dict(zip(("first", "last"), _rounded(s.first, s.last, begin, end), strict=True)))
-        for s in spans
-        if s.nbytes
-    )
+    return Counter(Span(s.device, *_rounded(s.first, s.last, begin, end), s.nbytes, s.part) for s in spans if s.nbytes)
 
 
 def summed(spans: Iterable[Span | TaskSpan], devices: int) -> list[int]:
@@ -152,10 +149,12 @@ def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
     graph, cluster = GRAPHS[name](), TOPOLOGIES[topology]()
     space, rng = Space(graph, cluster), np.random.Generator(np.random.PCG64(7))
     lowering = Lowering(graph, cluster, Costs(graph, cluster))
-    configs = space.random_plan(rng)
+    typed = with_precision(graph, "bf16", "float32")
+    wide, configs = Lowering(typed, cluster, Costs(typed, cluster)), space.random_plan(rng)
     for k in range(6):
         options = Options(optimizer=OPTIMIZERS[k % 3], bucket_bytes=(1, 1000, 25 * 2**20)[k // 2])  # type: ignore[arg-type]
         check(lowering.lower(configs, options))
+        check(wide.lower(configs, options))
         configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]
 
 
@@ -174,8 +173,9 @@ def test_zeros_are_put_behind_values_on_cpus_alone() -> None:
 def test_spans_of_any_strategy_are_those_of_the_definition(data: st.DataObject) -> None:
     graph = data.draw(st.one_of(dags(), st.sampled_from([mlp(), cnn(), transformer(layers=1), viewed()])))
     topology = TOPOLOGIES[data.draw(st.sampled_from(["slow hosts", "unequal devices on a bus"]))]()
-    strategy = data.draw(strategies(graph, topology))
+    strategy = data.draw(strategies(graph, topology, types=st.sampled_from(sorted(TYPES))))
     options = strategy.options.model_copy(update={"optimizer": data.draw(st.sampled_from(OPTIMIZERS))})
+    graph = options.typed(graph)
     check(Lowering(graph, topology, Costs(graph, topology)).lower(strategy.in_order(graph), options))
 
 
@@ -330,7 +330,7 @@ def unrolled(spans: Sequence[Span], schedule: Schedule, device: int) -> int:
             continue
         ends = earliest if s.part == "buffers" else latest
         add(s.nbytes, (a, earliest[a]), first, (b, ends[b]), last)
-        if s.part == "gradients" and not schedule.once[a]:
+        if s.part == "gradients" and not s.cast and not schedule.once[a]:
             for k in set(range(count)) - {earliest[a]}:
                 add(s.nbytes, (a, k), first, (a, k), first)
     use = top = 0
@@ -400,7 +400,10 @@ def test_spans_of_stages_are_those_of_the_definition(data: st.DataObject, name: 
 def test_the_peak_of_any_schedule_is_that_of_the_passes_laid_out(data: st.DataObject, name: str) -> None:
     graph, topology = data.draw(st.sampled_from([mlp(), cnn(), viewed(), tied()])), TOPOLOGIES[name]()
     stages, configs = data.draw(staged(graph, len(topology.devices)))
-    options = Options(optimizer="adam", bucket_bytes=1000, reshard_after_forward=data.draw(st.booleans()))
+    types = TYPES[data.draw(st.sampled_from(sorted(TYPES)))]
+    again = data.draw(st.booleans())
+    options = Options(optimizer="adam", bucket_bytes=1000, reshard_after_forward=again, **types)  # type: ignore[arg-type]
+    graph = options.typed(graph)
     lowered = Lowering(graph, topology, Costs(graph, topology)).lower(configs, options, stages)
     spans, found = spans_of(lowered), memory(lowered)
     for d in {d for of in stages.devices for d in of}:

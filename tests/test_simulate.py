@@ -54,6 +54,9 @@ class FixedCosts:
         weights = np.rint(0.5 * backward / TICK) * TICK
         return np.stack((backward - weights, weights))
 
+    def casting(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> np.ndarray:
+        return np.zeros(len(extents))
+
     def launches(self, operator: int) -> tuple[float, float, float]:
         return 1.0, 1.0, 0.0
 

@@ -72,8 +72,9 @@ def optimize(options: OptimizeOptions) -> None:
         trial.check(setting)
     first = load_strategy(options.resume, setting) if options.resume is not None else None
     step = make_options(
-        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
-    )
+        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch,
+        options.gradients,
+    )  # fmt: skip
     trained = model_options(graph, setting.graph, (trial.model, trial.arguments) if trial is not None else None)
     asked = Asked(options, setting, step, first, options.share, allow, topology, trained)
     if kind.layouts:

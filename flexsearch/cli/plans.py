@@ -60,6 +60,13 @@ RecomputeOption = Annotated[
         "--recompute", help="Recompute activations in the backward pass to save memory; full: of whole repeated blocks."
     ),
 ]
+GradientsOption = Annotated[
+    Literal["as-is", "float32"],
+    typer.Option(
+        "--gradients",
+        help="Type in which gradients of weights are added up and sent, with --precision bf16 or fp16. as-is: that.",
+    ),
+]
 ReshardOption = Annotated[
     bool,
     typer.Option(
@@ -78,13 +85,16 @@ PrefetchOption = Annotated[
 def make_options(
     optimizer: Literal["sgd", "momentum", "adam"], precision: Literal["as-is", "bf16", "fp16", "tf32"],
     recompute: Literal["none", "attention", "full"], reshard_after_forward: bool, prefetch: int = 1,
+    gradients: Literal["as-is", "float32"] = "as-is",
 ) -> Options:  # fmt: skip
     """Options for the whole step, as the commands name them."""
     from flexsearch.strategy import Options
 
+    if gradients == "float32" and precision not in ("bf16", "fp16"):
+        raise typer.BadParameter("give --precision bf16 or fp16, too", param_hint="--gradients float32")
     return Options(
-        optimizer=optimizer, precision="as-is" if precision == "tf32" else precision, recompute=recompute,
-        reshard_after_forward=reshard_after_forward, prefetch=prefetch,
+        optimizer=optimizer, precision="as-is" if precision == "tf32" else precision, gradients=gradients,
+        recompute=recompute, reshard_after_forward=reshard_after_forward, prefetch=prefetch,
     )  # fmt: skip
 
 
@@ -104,6 +114,7 @@ class CompareOptions:
     code: CodeOption = None
     optimizer: OptimizerOption = "momentum"
     precision: RoundedOption = "as-is"
+    gradients: GradientsOption = "as-is"
     recompute: RecomputeOption = "none"
     reshard_after_forward: ReshardOption = False
     prefetch: PrefetchOption = 1
@@ -146,7 +157,8 @@ def compare(options: CompareOptions) -> None:
         compare_staged(setting, loaded, options.as_json)
         return
     step = next(iter(loaded.values())).options if loaded else make_options(
-        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
+        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch,
+        options.gradients,
     )  # fmt: skip
     with Live(compiling()):
         baselines = setting.baselines(step)
@@ -204,6 +216,7 @@ class SimulateOptions:
     ] = None
     optimizer: OptimizerOption = "momentum"
     precision: RoundedOption = "as-is"
+    gradients: GradientsOption = "as-is"
     recompute: RecomputeOption = "none"
     reshard_after_forward: ReshardOption = False
     prefetch: PrefetchOption = 1
@@ -260,8 +273,9 @@ def _named_plan(options: SimulateOptions) -> tuple[str, Strategy, Setting]:
         raise typer.BadParameter("a baseline needs a GRAPH and a --topology")
     setting = load_setting(graph, topology, profile, size, options.reads, options.code, rounds)
     step = make_options(
-        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch
-    )
+        options.optimizer, options.precision, options.recompute, options.reshard_after_forward, options.prefetch,
+        options.gradients,
+    )  # fmt: skip
     with Live(compiling()):  # its best bucket size is found by simulating it
         plan = setting.baseline(options.baseline, step)
     return options.baseline, plan, setting

@@ -23,7 +23,7 @@ from flexsearch.cli.common import (
     with_options,
 )
 from flexsearch.cli.layouts import need_time, too_large
-from flexsearch.cli.plans import OptimizerOption, PrecisionOption, make_options
+from flexsearch.cli.plans import GradientsOption, OptimizerOption, PrecisionOption, make_options
 from flexsearch.cli.progress import Live, compiling
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class ScaleOptions:
     seq: SequenceOption = None
     optimizer: OptimizerOption = "momentum"
     precision: PrecisionOption = "as-is"
+    gradients: GradientsOption = "as-is"
     space: Annotated[
         Literal["free", "splits", "layouts"], typer.Option("--space", help="What to search, as in optimize.")
     ] = "free"
@@ -105,7 +106,7 @@ def scale(options: ScaleOptions) -> None:
         space = "layouts"
     if space == "layouts":
         need_time(options.budget)
-    step = make_options(options.optimizer, options.precision, "none", False)
+    step = make_options(options.optimizer, options.precision, "none", False, gradients=options.gradients)
     scaler = Scaler(planned, sizes, options.budget, step, space, measured)
     points = _collect(scaler, options.up_to, options.kinds)
     price = options.cost_per_hour

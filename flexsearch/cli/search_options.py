@@ -22,7 +22,14 @@ from flexsearch.cli.common import (
     TopologyOption,
 )
 from flexsearch.cli.models import SetOption
-from flexsearch.cli.plans import OptimizerOption, PrefetchOption, RecomputeOption, ReshardOption, RoundedOption
+from flexsearch.cli.plans import (
+    GradientsOption,
+    OptimizerOption,
+    PrefetchOption,
+    RecomputeOption,
+    ReshardOption,
+    RoundedOption,
+)
 from flexsearch.cli.verify import VerifyModelOption, VerifyOption, VerifyStepsOption
 
 BudgetOption = Annotated[
@@ -105,6 +112,7 @@ class OptimizeOptions:
     pin: PinOption = None
     optimizer: OptimizerOption = "momentum"
     precision: RoundedOption = "as-is"
+    gradients: GradientsOption = "as-is"
     recompute: RecomputeOption = "none"
     reshard_after_forward: ReshardOption = False
     prefetch: PrefetchOption = 1

@@ -24,7 +24,7 @@ from flexsearch.files import printable
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.ops import KINDS, kind_of
 from flexsearch.graph.piece import Piece
-from flexsearch.graph.precision import Precision
+from flexsearch.graph.precision import Precision, WideGradientsGraph
 from flexsearch.topology import Device, Topology
 
 
@@ -105,6 +105,15 @@ class Costs:
     def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
         """Seconds of the forward and of the backward task (rows) of pieces of these extents on a kind of device."""
         return np.array([self._seconds(operator, extent, kind) for extent in extents]).T
+
+    def casting(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
+        """Seconds that pieces of these extents take on a kind of device to cast the gradients of weights that they make
+        to the type in which these are held, behind the task that makes them."""
+        costed, model, axes = self._costed[operator], self._models[kind], self._axes[operator]
+        if self._halves[operator] == "inputs" or not isinstance(self.graph, WideGradientsGraph):
+            return np.zeros(len(extents))
+        named = (dict(zip(axes, extent, strict=True)) for extent in extents)
+        return np.array([model.casting(costed.cast_bytes(extent)) for extent in named])
 
     def halves(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
         """Seconds of the halves of backward tasks in two (rows), of pieces of these extents on a kind of device: of
@@ -200,7 +209,8 @@ class Costs:
     def update_rates(self, device: int, optimizer: str, precision: Precision = "as-is") -> tuple[float, float]:
         """Seconds that an update takes for each byte of weights, and for each tensor."""
         half = precision != "as-is"
-        per_byte, per_tensor = self._models[self._class_of[device]].update_rates(optimizer, half)
+        model, wide = self._models[self._class_of[device]], isinstance(self.graph, WideGradientsGraph)
+        per_byte, per_tensor = model.update_rates(optimizer, half, wide)
         return 2 * per_byte if half else per_byte, per_tensor  # see ``STREAMS``
 
     def measured(self, operator: int, piece: Piece, device: int) -> bool:

@@ -20,22 +20,27 @@ from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
 @dataclass(frozen=True)
 class Costed:
     """An operator with what its cost depends on besides its extents. ``needs``: inputs that want a gradient. Of one
-    whose backward pass is divided among two (``graph.weight_gradients``), the whole."""
+    whose backward pass is divided among two (``graph.weight_gradients``), the whole. ``casts``: by input, bytes that
+    casting an element of its gradient moves, from the type in which it is made to that in which it is held."""
 
     op: Operator
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     needs: tuple[bool, ...]
+    casts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, graph: OperatorGraph, operator: int) -> Costed:
         """Operator number ``operator`` of a graph."""
         op, backward = graph.operators[operator].plain, graph.has_backward[operator]
+        inputs, held = ([of[name] for name in op.inputs] for of in (graph.tensor, graph.gradient))
+        widths = [(tensor.itemsize, gradient.itemsize) for tensor, gradient in zip(inputs, held, strict=True)]
         return cls(
             op,
-            tuple(graph.tensor[name] for name in op.inputs),
+            tuple(inputs),
             tuple(graph.tensor[name] for name in op.outputs),
             tuple(backward and name in graph.differentiable for name in op.inputs),
+            tuple(computed + held if held > computed else 0 for computed, held in widths),
         )
 
     @cached_property
@@ -78,6 +83,11 @@ class Costed:
         written = sum([_reached(reach, extents) for reach in writes])
         rows = 0 if self._table is None else self._rows(self._table, extents)
         return self._forward_counts(extents, read, written, rows), self._backward_counts(extents, read, written, rows)
+
+    def cast_bytes(self, extents: Mapping[str, Any]) -> Any:
+        """Bytes that casting the gradients moves that a piece of these extents makes."""
+        wide = [k for k, (each, need) in enumerate(zip(self.casts, self.needs, strict=False)) if each and need]
+        return sum(_reached(self._reach[0][k], extents) // self.inputs[k].itemsize * self.casts[k] for k in wide)
 
     @cached_property
     def _reach(self) -> tuple[list[_Reach], list[_Reach]]:

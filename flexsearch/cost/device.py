@@ -16,7 +16,7 @@ from flexsearch.cost.filling import Filling, longer_in_halves
 from flexsearch.cost.learned import FULL, TRAFFIC
 from flexsearch.cost.profile import Entry, Profile
 from flexsearch.cost.ticks import FOREVER, LAUNCH_PARTS, TICK, task_seconds, whole
-from flexsearch.cost.updates import CAST_STREAMS, STREAMS
+from flexsearch.cost.updates import CAST_STREAMS, STREAMS, WIDER_STREAMS
 from flexsearch.graph.ops import shipped
 from flexsearch.topology import Device
 from flexsearch.topology.kernels import USUAL, Efficiency
@@ -144,21 +144,27 @@ class DeviceModel:
             for backward, (flops, nbytes) in enumerate(costed.counts(extents))
         )
 
+    def casting(self, nbytes: int) -> float:
+        """Seconds of casts that move so many bytes."""
+        return float(whole(nbytes / moving_rate(self.device, "float32") * self._compute))
+
     @property
     def _entries(self) -> Iterable[Entry]:
         return () if self.profile is None else self.profile.entries.values()
 
-    def update_rates(self, optimizer: str, half: bool) -> tuple[float, float]:
+    def update_rates(self, optimizer: str, half: bool, wide: bool = False) -> tuple[float, float]:
         """Seconds of an update for each byte of float32 weights, and for each tensor; ``half``: beside weights in half
-        precision."""
+        precision, ``wide``: but with gradients in float32, which it need not cast."""
+        casts = self.device.launched.casts if half else 0
         measured = {} if self.profile is None else self.profile.updates
         entry = next((entry for name, entry in measured.items() if name == optimizer), None)
         if entry is not None:
             per_byte, per_tensor = entry.s_per_byte, entry.s_per_tensor
         else:
-            per_byte, per_tensor = update_rates(self.device, optimizer, STREAMS[optimizer])
-        if half and (casts := self.device.launched.casts):
-            per_byte += CAST_STREAMS / moving_rate(self.device, "float32")
+            streams = STREAMS[optimizer] + (WIDER_STREAMS if wide and not casts else 0.0)
+            per_byte, per_tensor = update_rates(self.device, optimizer, streams)
+        if casts:
+            per_byte += CAST_STREAMS * (0.5 if wide else 1.0) / moving_rate(self.device, "float32")
             per_tensor += casts * (self.device.overhead_s - self.device.launch_s)
         return per_byte * self._compute, per_tensor * self._compute
 

@@ -78,7 +78,7 @@ def _computing_share(kind: OperatorKind | None, sizes: Sizes | None, reached: Ef
     return share if kind.windows else of_alignment(share, reached.unaligned, *sizes[1:])
 
 
-def update_rates(device: Device, optimizer: str, streams: int) -> tuple[float, float]:
+def update_rates(device: Device, optimizer: str, streams: float) -> tuple[float, float]:
     """Seconds of an update for each byte of weights, of which it moves ``streams`` times as many, and for each tensor:
     on a CPU launching its passes. Masters and states are of full precision."""
     passes = device.efficiency_for("float32").passes.get(optimizer, 1.0)

@@ -13,6 +13,8 @@ STREAMS: Final = {"sgd": 3, "momentum": 5, "adam": 7}
 """Bytes that an update reads and writes, per byte of weights: weight, gradient and state in, weight and state out. With
 weights of half precision beside float32 masters and states it is as much for each element: gradient in (2), master in
 and out (8), weight out (2), states."""
+WIDER_STREAMS: Final = 0.5
+"""The same of what it reads more where gradients are held in float32: 4 instead of 2 for each element."""
 CAST_STREAMS: Final = 3
 """Bytes that casts of their own read and write for each byte of float32 weights: 4 and 2 for a weight, 2 and 4 for its
 gradient."""
@@ -28,9 +30,17 @@ def state_bytes(weight: Tensor, optimizer: str, precision: Precision) -> int:
     return weight.itemsize * STATE_COPIES[optimizer]
 
 
-def bytes_in_training(weight: Tensor, optimizer: str, precision: Precision) -> float:
+def bytes_in_training(weight: Tensor, gradient: Tensor, optimizer: str, precision: Precision) -> float:
     """Bytes of a weight, its gradient and what the optimizer keeps of it."""
-    return 2 * weight.nbytes + weight.nbytes / weight.itemsize * state_bytes(weight, optimizer, precision)
+    return weight.nbytes + gradient.nbytes + weight.nbytes / weight.itemsize * state_bytes(weight, optimizer, precision)
+
+
+@lean
+def cast_ticks(once: Any, microbatches: Any) -> Any:
+    """Ticks of casting gradients to float32 for one of so many microbatches, all but the first of which add to a sum:
+    a mean, so that all take equally long. ``once``: of a cast alone, which reads 2 and writes 4 for each element; what
+    adds reads 4 more."""
+    return once + once * 2 * (microbatches - 1) // (3 * microbatches)
 
 
 @lean

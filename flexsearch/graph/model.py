@@ -193,6 +193,11 @@ class OperatorGraph(FileModel):
         return {t.name: t for t in self.tensors}
 
     @cached_property
+    def gradient(self) -> Mapping[str, Tensor]:
+        """By tensor, its gradient as it is held: added up, sent, and read by the update."""
+        return self.tensor
+
+    @cached_property
     def producer(self) -> Mapping[str, int]:
         """Activation name -> index of the operator that makes it."""
         return {name: i for i, op in enumerate(self.operators) for name in op.outputs}

@@ -4,6 +4,7 @@ tensor."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import isfinite
 from typing import Any, Final, Literal
 
@@ -14,6 +15,9 @@ from flexsearch.graph.ops import kind_of, saved_tensors
 
 Precision = Literal["as-is", "bf16", "fp16"]
 """``as-is``: what the graph says."""
+Gradients = Literal["as-is", "float32"]
+"""Type in which gradients of weights are added up, sent and read by the update; ``as-is``: that in which operators
+make them."""
 
 DTYPES: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 """Element type by precision."""
@@ -45,28 +49,40 @@ class PreciseGraph(OperatorGraph):
 
     def __eq__(self, other: object) -> bool:
         """By fields alone: the two graphs know each other."""
-        if not isinstance(other, PreciseGraph):
+        if not isinstance(other, PreciseGraph) or type(other) is not type(self):
             return False
         return all(getattr(self, field) == getattr(other, field) for field in OperatorGraph.model_fields)
 
     __hash__ = OperatorGraph.__hash__
 
 
-def with_precision(graph: OperatorGraph, precision: Precision) -> OperatorGraph:
+class WideGradientsGraph(PreciseGraph):
+    """One whose gradients of weights are held in float32, as by Megatron-LM and by FSDP2 with that ``reduce_dtype``."""
+
+    @cached_property
+    def gradient(self) -> Mapping[str, Tensor]:
+        """Those of parameters in half precision are wider than these."""
+        narrow = (t for t in self.of_kind("parameter") if t.dtype in LARGEST)
+        return {**self.tensor, **{t.name: t.model_copy(update={"dtype": "float32"}) for t in narrow}}
+
+
+def with_precision(graph: OperatorGraph, precision: Precision, gradients: Gradients = "as-is") -> OperatorGraph:
     """``graph`` with parameters, constants and activations of float32 in half precision. Inputs, buffers, losses and
-    statistics of normalisation stay as they are, and so does what is computed from them alone.
+    statistics of normalisation stay as they are, and so does what is computed from them alone. ``gradients``: of
+    weights, as they are held.
 
     The same graph gives the same object again; ``as-is`` gives back the graph that another precision was made of."""
     source = graph._source or graph if isinstance(graph, PreciseGraph) else graph
     if precision == "as-is":
         return source
-    cached: dict[str, OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
-    if precision not in cached:
-        cached[precision] = _converted(source, DTYPES[precision])
-    return cached[precision]
+    cached: dict[tuple[str, str], OperatorGraph] = source.__dict__.setdefault("_in_precision", {})
+    if (precision, gradients) not in cached:
+        kind = PreciseGraph if gradients == "as-is" else WideGradientsGraph
+        cached[precision, gradients] = _converted(source, DTYPES[precision], kind)
+    return cached[precision, gradients]
 
 
-def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
+def _converted(source: OperatorGraph, low: str, kind: type[PreciseGraph]) -> OperatorGraph:
     dtype = {t.name: t.dtype for t in source.tensors}
     for tensor in source.of_kind("parameter", "constant"):
         readers = {source.operators[reader].kind for reader, _ in source.consumers[tensor.name]}
@@ -88,7 +104,7 @@ def _converted(source: OperatorGraph, low: str) -> OperatorGraph:
         for op in source.operators
     )
     fields = {field: getattr(source, field) for field in OperatorGraph.model_fields}
-    precise = PreciseGraph(**fields | {"tensors": tensors, "operators": operators})
+    precise = kind(**fields | {"tensors": tensors, "operators": operators})
     precise._source = source
     return precise
 

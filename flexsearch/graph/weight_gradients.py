@@ -95,7 +95,7 @@ def _divided(graph: OperatorGraph, names: frozenset[str]) -> OperatorGraph:
     pairs = ((carrier.get(tensor.name), tensor) for tensor in graph.tensors)
     tensors = tuple(tensor for pair in pairs for tensor in pair if tensor is not None)
     fields = {field: getattr(graph, field) for field in OperatorGraph.model_fields}
-    return OperatorGraph(**fields | {"operators": tuple(operators), "tensors": tensors})
+    return type(graph)(**fields | {"operators": tuple(operators), "tensors": tensors})
 
 
 def _halves(op: Operator, carrier: str) -> tuple[Operator, Operator]:

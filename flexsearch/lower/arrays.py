@@ -76,6 +76,7 @@ class Pools(NamedTuple):
     entry_backward: I64
     entry_inputs: I64  # of a backward pass in two halves, the one that makes gradients of inputs
     entry_weight: I64  # and of weights
+    entry_cast: I64  # of casting these gradients once to the type in which they are held
     entry_samples: U32  # of what is read: how many samples, and the first entry of the config with the same
     entry_part: U32
     layout: U32

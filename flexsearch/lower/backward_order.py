@@ -17,7 +17,7 @@ def buckets_of(
     graph: OperatorGraph, bucket_bytes: int, stage_of: Sequence[int] | None = None, apart: Collection[str] = ()
 ) -> dict[str, int]:
     """Parameter -> number of its synchronisation bucket. Buckets are filled in the order in which the backward pass
-    finishes the gradients, from the whole sizes of the weights, so that they do not depend on any config. A bucket
+    finishes the gradients, from the whole sizes of these, so that they do not depend on any config. A bucket
     holds weights of one stage, or such that several stages read; the first one of these is smaller, as in PyTorch's
     DistributedDataParallel, so that the links have something to do early. ``apart``: weights that are in none."""
     parameters = [tensor for tensor in graph.of_kind("parameter") if tensor.name not in apart]
@@ -28,11 +28,12 @@ def buckets_of(
     first_bytes = limit = min(bucket_bytes, FIRST_BUCKET_BYTES)
     last: int | None = None
     for tensor in sorted(parameters, key=lambda t: (stage[t.name] == NOBODY, -first[t.name])):
-        if filled and (filled + tensor.nbytes > limit or stage[tensor.name] != last):
+        nbytes = graph.gradient[tensor.name].nbytes
+        if filled and (filled + nbytes > limit or stage[tensor.name] != last):
             bucket, filled = bucket + 1, 0
             limit = bucket_bytes if stage[tensor.name] == last else first_bytes
         bucket_of[tensor.name] = bucket
-        filled, last = filled + tensor.nbytes, stage[tensor.name]
+        filled, last = filled + nbytes, stage[tensor.name]
     return bucket_of
 
 

@@ -22,7 +22,7 @@ from flexsearch.lower.schedule import ALL, EACH
 from flexsearch.packed import packed
 from flexsearch.strategy import OVER_ALL, States
 
-_GRADIENTS = np.uint32(States.GRADIENTS * OVER_ALL)
+GRADIENTS = np.uint32(States.GRADIENTS * OVER_ALL)
 NO_ROOM: Any = np.uint64(0xFFFFFFFF)
 """In the place of a member: there is no room for it."""
 
@@ -68,7 +68,7 @@ class Groups(NamedTuple):
 
 def bucket_of(blocks: BlockTable, sharding: Any, w: Any) -> Any:
     """The bucket of weight ``w``, of which what ``sharding`` (its rank) says is kept in parts."""
-    return blocks.each[w] if sharding >= _GRADIENTS else blocks.bucket[w]
+    return blocks.each[w] if sharding >= GRADIENTS else blocks.bucket[w]
 
 
 def added_before(blocks: BlockTable, sharding: Any, bucket: Any) -> Any:
@@ -84,7 +84,7 @@ find_bucket, find_added = lean(bucket_of), lean(added_before)
 @lean
 def is_member(pools: Pools, plan: Any, sums: Any) -> Any:
     """Whether a weight with that plan is among those (ALL, ONCE, EACH) that a bucket sends."""
-    return sums == ALL or (sums == EACH) == (pools.plan_sharding[plan] >= _GRADIENTS)
+    return sums == ALL or (sums == EACH) == (pools.plan_sharding[plan] >= GRADIENTS)
 
 
 @lean

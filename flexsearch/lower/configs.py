@@ -115,6 +115,7 @@ def _compute(tables: TemplateTables, number: Any, split: Any, mesh: Any, count: 
         pools.entry_device[at + k] = device
         pools.entry_forward[at + k], pools.entry_backward[at + k] = splits.forward[row], splits.backward[row]
         pools.entry_inputs[at + k], pools.entry_weight[at + k] = splits.inputs[row], splits.weight[row]
+        pools.entry_cast[at + k] = splits.cast[row]
         pools.entry_samples[at + k], pools.entry_part[at + k] = splits.samples[row], splits.part[row]
     used.entries[0] = at + count
 

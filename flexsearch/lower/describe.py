@@ -110,7 +110,7 @@ def write(plan: Plan) -> Any:
                 if kind != WEIGHT_GRADIENT:  # what that one reads, the BACKWARD block before it has waited for
                     mark_pieces(pools, draft, config)
                     wait(blocks, plan.program, pools, state, draft, kind, argument)
-                compute(blocks, pools, draft, config, b)
+                compute(blocks, plan.program, pools, draft, config, b)
                 send(blocks, pools, templates, draft, segments, plan.filled, b)
         segment = finish(segments, plan.filled, draft, first)
         if segment == NOTHING:

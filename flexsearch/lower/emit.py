@@ -12,9 +12,9 @@ import numpy as np
 from flexsearch.compiled import ONE, U32, ZERO, lean
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import ticks_of
-from flexsearch.cost.updates import update_seconds
+from flexsearch.cost.updates import cast_ticks, update_seconds
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
-from flexsearch.lower.bucket import collect, collect_gathers, follow, is_sent_by, merge, merge_drags
+from flexsearch.lower.bucket import GRADIENTS, collect, collect_gathers, follow, is_sent_by, merge, merge_drags
 from flexsearch.lower.change import is_late
 from flexsearch.lower.draft import (
     Draft,
@@ -43,16 +43,20 @@ def mark_pieces(pools: Pools, draft: Draft, config: Any) -> None:
 
 
 @lean
-def compute(blocks: BlockTable, pools: Pools, draft: Draft, config: Any, b: Any) -> None:
-    """The computations of an operator's pieces in block ``b``."""
+def compute(blocks: BlockTable, program: Program, pools: Pools, draft: Draft, config: Any, b: Any) -> None:
+    """The computations of an operator's pieces in block ``b``. Gradients of weights are cast where that makes them, and
+    added to those of earlier microbatches, unless each microbatch's are sent."""
     kind, halved = blocks.kind[b], blocks.halved[np.uint64(blocks.argument[b])] == 1
+    summed = np.int64(1 if pools.config_sharding[config] >= GRADIENTS else program.microbatches[0])
     first = np.uint64(pools.config_first[config])
     for k in range(first, np.uint64(pools.config_last[config])):
         ticks: Any = pools.entry_forward[k]
         if kind == WEIGHT_GRADIENT:
-            ticks = pools.entry_weight[k]
+            ticks = pools.entry_weight[k] + cast_ticks(pools.entry_cast[k], summed)
+        elif kind == BACKWARD and halved:
+            ticks = pools.entry_inputs[k]
         elif kind == BACKWARD:
-            ticks = pools.entry_inputs[k] if halved else pools.entry_backward[k]
+            ticks = pools.entry_backward[k] + cast_ticks(pools.entry_cast[k], summed)
         device = np.uint64(pools.entry_device[k])
         add_step(draft, device, COMPUTE, b, k - first, ticks, np.int64(blocks.launches[b]) * blocks.launch[device])
 

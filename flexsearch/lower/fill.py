@@ -112,7 +112,7 @@ def request_weight(
         source = _gradients(tables, count)
         if source == MISSING:
             return False
-        request(tables, ZERO, np.uint64(source), np.uint64(stored), SHARED, itemsize)
+        request(tables, ZERO, np.uint64(source), np.uint64(stored), SHARED, tables.gradient_itemsize[dtype])
     return True
 
 

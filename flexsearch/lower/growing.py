@@ -19,11 +19,11 @@ Group = tuple[tuple[str, ...], int]
 TYPES: dict[str, Any] = {
     "spread": np.uint8,
     "entry_forward": np.int64, "entry_backward": np.int64, "entry_inputs": np.int64,
-    "entry_weight": np.int64, "duration": np.int64,
+    "entry_weight": np.int64, "entry_cast": np.int64, "duration": np.int64,
     "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
     "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
     "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "role": np.uint8, "used": np.uint8,
+    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "cast": np.int64, "role": np.uint8, "used": np.uint8,
     "copy": np.int64, "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""

@@ -14,7 +14,6 @@ from functools import cached_property
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
-from flexsearch.graph.precision import with_precision
 from flexsearch.lower.bucket import added_before, bucket_of
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
@@ -73,6 +72,12 @@ class Lowered:
     def tasks(self) -> TaskGraph:
         """The rows as tasks."""
         return task_graph(self)
+
+    def moved(self, purpose: str, key: int) -> Tensor:
+        """What a communication moves: the tensor of an edge, or the gradient of a weight as it is held."""
+        if purpose == "synchronise":
+            return self.graph.gradient[self.weights[key].tensor]
+        return self.graph.tensor[self.edges[key].tensor]
 
     def exchanged(self, weight: int) -> tuple[int, int]:
         """The block that sends first phases of the gradients of a weight, and the one before which ranks add what all
@@ -192,7 +197,7 @@ def lower(
     so."""
     strategy.check(graph, topology)
     batch_graph = graph
-    graph = with_precision(strategy.planned(graph), strategy.options.precision)
+    graph = strategy.options.typed(strategy.planned(graph))
     configs = strategy.in_order(graph)
     if strategy.options.recipes and Pipeline.of(strategy, graph).replicas > 1:
         return lower_for_ranks(batch_graph, strategy, topology, costs, reads)
@@ -218,7 +223,7 @@ def lower_for_ranks(
     if pipeline.replicas == 1:
         return lower(graph, strategy, topology, costs, reads)
     strategy.check(graph, topology)
-    graph = with_precision(strategy.planned(graph), strategy.options.precision)
+    graph = strategy.options.typed(strategy.planned(graph))
     parts = fold(graph, topology, pipeline.replicas, pipeline.microbatches)
     part = share_of(graph, topology, 1, pipeline.microbatches).graph
     configs = parts.unfold(strategy.in_order(graph))

@@ -106,7 +106,7 @@ class Pieces:
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
@@ -191,12 +191,11 @@ class Pieces:
     def weight(self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
         the reader that keeps least (rank of a ``Sharding``)."""
-        key = needs, tuple(flows), sharding, tensor.itemsize
+        sizes = tensor.itemsize, self.graph.gradient[tensor.name].itemsize
+        key = needs, tuple(flows), sharding, *sizes
         if (cached := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
-            cached = self._weights[key] = plan_weight(
-                layouts, flows, sharding, tensor.itemsize, self.planner, self.layouts
-            )
+            cached = self._weights[key] = plan_weight(layouts, flows, sharding, *sizes, self.planner, self.layouts)
         return cached
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:

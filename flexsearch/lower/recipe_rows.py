@@ -183,7 +183,8 @@ class _Writer:
         owner, (a, b) = server.owners(members)[shard], server.bounds(group.sizes.n)[shard]
         there = Exchange("exchange", len(group.positions), (nbytes,), ((worker, owner),))
         push = self._communicate(draft, group, there, [group.devices[worker]], [])
-        self._update(draft, push, group.positions[owner], (b - a) * group.sizes.itemsize, owner < members)
+        weights = self.lowered.graph.tensor[group.names[0]] if group.names else group.sizes
+        self._update(draft, push, group.positions[owner], (b - a) * weights.itemsize, owner < members)
         return push
 
     def _compute(self, draft: _Draft, group: RecipeGroup, what: str, work_of: Mapping[int, Work]) -> None:
@@ -249,7 +250,7 @@ class _Writer:
         draft.steps.setdefault(device, []).append((kind, number, ticks, host))
 
     def _dtype(self, group: RecipeGroup) -> str:
-        return str(self.lowered.graph.tensor[group.names[0]].dtype) if group.names else "float32"
+        return str(self.lowered.graph.gradient[group.names[0]].dtype) if group.names else "float32"
 
 
 # ---- changing rows

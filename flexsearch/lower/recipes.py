@@ -70,7 +70,7 @@ def recipe_groups(lowered: Lowered) -> tuple[RecipeGroup, ...]:
         entry = options.recipe_of(weight.tensor)
         if entry is None or weight.plan.sync is None:
             continue
-        number, itemsize = options.recipes.index(entry), lowered.graph.tensor[weight.tensor].itemsize
+        number, itemsize = options.recipes.index(entry), lowered.graph.gradient[weight.tensor].itemsize
         for box, devices in _replicas(lowered, weight, parsed[number]):
             rows.setdefault((number, devices, itemsize), []).append((w, box))
     unused = tuple(d for d in range(len(topology.devices)) if d not in set(lowered.devices))

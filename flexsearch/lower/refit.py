@@ -12,7 +12,6 @@ from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.batch import microbatch
-from flexsearch.graph.precision import with_precision
 from flexsearch.graph.weight_gradients import divided, with_weight_gradients
 from flexsearch.lower.layout import Layout
 from flexsearch.lower.lowering import Lowered, Lowering
@@ -25,7 +24,7 @@ def refit(lowered: Lowered, graph: OperatorGraph) -> Lowered:
     """The training step of ``graph``, which is that of ``lowered`` at a smaller batch: the same stages, in microbatches
     that are no larger than planned, which keeps within the plan's memory."""
     graph = with_weight_gradients(graph, divided(lowered.graph))
-    graph = with_precision(graph, lowered.options.precision)
+    graph = lowered.options.typed(graph)
     for count in _microbatches(graph.batch, lowered.graph.batch):
         with suppress(FlexsearchError):
             part = microbatch(graph, count) if count > 1 else graph
@@ -36,7 +35,7 @@ def refit(lowered: Lowered, graph: OperatorGraph) -> Lowered:
 def refit_forward(lowered: Lowered, graph: OperatorGraph, results: Mapping[str, Layout]) -> Lowered:
     """The forward pass ``graph`` of the same model in one go, with the plan of ``lowered``. ``results``: by output,
     where it is wanted."""
-    graph = with_precision(graph, lowered.options.precision)
+    graph = lowered.options.typed(graph)
     stages = Stages.one(len(lowered.topology.devices))
     return _lower(lowered, graph, graph, stages, _plain(lowered.options), results)
 

@@ -25,6 +25,7 @@ def stage_passes(rows: PlanRows, nbytes: Sequence[int], limit: Sequence[int]) ->
         entries = slice(int(pools.config_first[config]), int(pools.config_last[config]))
         device = pools.entry_device[entries]
         load[0, stage, device] += pools.entry_forward[entries]
+        load[2, stage, device] += pools.entry_cast[entries]
         if has_halves(stage):
             load[1, stage, device] += pools.entry_inputs[entries]
             load[2, stage, device] += pools.entry_weight[entries]

@@ -37,11 +37,11 @@ class Used(NamedTuple):
 @packed
 class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
-    ``pieces``; rows of ``forward``, ``backward``, ``inputs`` and ``weight`` (ticks; the last two of a
-    backward pass in two halves), ``samples`` and ``part`` (``reading.samples_of``): ``cost + kind * pieces + k`` for
-    kinds of devices;
-    operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
-    ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in all blocks if ``spread[o]``.
+    ``pieces``; rows of ``forward``, ``backward``, ``inputs`` and ``weight`` (ticks; the last two of a backward pass in
+    two halves), ``cast`` (of gradients of weights), ``samples`` and ``part`` (``reading.samples_of``): ``cost + kind *
+    pieces + k`` for kinds of devices; operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout
+    ``grid[o]`` on the positions ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in
+    all blocks if ``spread[o]``.
     ``follow_*``: what follows a split over a link is split
     ``follow_split`` on ``follow_count`` positions from ``follow_first`` on; all in order if that is MISSING."""
 
@@ -55,6 +55,7 @@ class Splits(NamedTuple):
     backward: I64
     inputs: I64
     weight: I64
+    cast: I64
     samples: U32
     part: U32
     grid: U32
@@ -122,8 +123,8 @@ class WeightAtHand(NamedTuple):
 class TemplateTables(NamedTuple):
     """The whole. ``routes``: between all devices. ``bandwidth``: by resource, B/s. ``decisive``: as
     ``Topology.decisive``. ``blocks``: see ``flexsearch.lower.folding``. ``kind``: of each device.
-    ``itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the nearest that is
-    allowed. ``full``: (1,) set where there was no room: Python makes it."""
+    ``itemsize``, ``gradient_itemsize``: by dtype of weights. ``ruled``: (1,) whether configs are to be replaced by the
+    nearest that is allowed. ``full``: (1,) set where there was no room: Python makes it."""
 
     pools: Pools
     landings: Landings
@@ -143,5 +144,6 @@ class TemplateTables(NamedTuple):
     blocks: BlockMap
     kind: U32
     itemsize: I64
+    gradient_itemsize: I64
     ruled: U8
     full: U8

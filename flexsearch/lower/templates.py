@@ -154,7 +154,8 @@ class Templates:
     def _new_fixed(self) -> dict[str, Any]:
         """What of the tables stays."""
         lowering, devices = self.lowering, len(self.lowering.network.devices)
-        itemsize = {t.dtype: t.itemsize for t in self.graph.of_kind("parameter")}
+        weights = {t.dtype: (t.itemsize, self.graph.gradient[t.name].itemsize) for t in self.graph.of_kind("parameter")}
+        sizes = [weights[dtype] for dtype in self.lowering.weight_types] or [(1, 1)]
         return {
             "routes": lowering.network.routes, "rates": lowering.planner.pricing.rates,
             "bandwidth": np.array([r.bandwidth or 0.0 for r in self.topology.resources]),
@@ -163,7 +164,8 @@ class Templates:
                 lowering.image, lowering.replicas, len(self.topology.devices), lowering.inside
             ),
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
-            "itemsize": np.array([itemsize[dtype] for dtype in self.lowering.weight_types] or [1], np.int64),
+            "itemsize": np.array([own for own, _ in sizes], np.int64),
+            "gradient_itemsize": np.array([gradient for _, gradient in sizes], np.int64),
             "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
             "sums": Sums(np.zeros(devices, np.uint8), *(np.zeros(devices, np.int64) for _ in range(4))),
             "ruled": np.zeros(1, np.uint8), "full": np.zeros(1, np.uint8),
@@ -261,6 +263,8 @@ class Templates:
                 self._extend(name, ticks if alike else ticks[split.extent_of], count)
             for name in _TIMES[len(rows) :]:
                 self._extend(name, (0,), count)
+            casting = _ticks(costs.casting(operator, split.extents, kind))
+            self._extend("cast", casting if alike else casting[split.extent_of], count)
             self._extend("samples", samples, count)
             self._extend("part", part, count)
         regions = (*split.inputs, *split.outputs)

@@ -38,10 +38,12 @@ class WeightPlan:
 
 
 def plan_weight(
-    needs: Sequence[Laid], flows: Sequence[Flow], sharding: int, itemsize: int, planner: Planner, layouts: Layouts
-) -> WeightPlan:
+    needs: Sequence[Laid], flows: Sequence[Flow], sharding: int, itemsize: int, gradient_itemsize: int,
+    planner: Planner, layouts: Layouts,
+) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``flows[e]``: whether they read it, and
-    whether they make gradients. ``sharding``: rank of its ``Sharding``.
+    whether they make gradients. ``sharding``: rank of its ``Sharding``; ``itemsize``, ``gradient_itemsize``: bytes of
+    an element of it and of its gradient.
 
     A device stores the bounding box of all it reads; with states in parts, devices that need the same one divide it,
     all of them or those near each other.
@@ -72,7 +74,7 @@ def plan_weight(
     if not edges:
         return WeightPlan(stored, tuple(needs), tuple(forward), None, (), states)
     box, term, device, origin = _gradients(needs, edges)
-    sync = Reshard(planner, layouts.lay(layouts.grid(box, term), device), stored, itemsize, SHARED)
+    sync = Reshard(planner, layouts.lay(layouts.grid(box, term), device), stored, gradient_itemsize, SHARED)
     return WeightPlan(stored, tuple(needs), tuple(forward), sync, tuple(origin.tolist()), states)
 
 
@@ -85,7 +87,7 @@ def _gradients(needs: Sequence[Laid], edges: Sequence[int]) -> tuple[I64, U32, U
     return box, term, device, np.repeat(np.array(edges, np.int64), [len(needs[edge]) for edge in edges])
 
 
-def unsynchronised(plan: WeightPlan, itemsize: int, planner: Planner, layouts: Layouts) -> WeightPlan:
+def unsynchronised(plan: WeightPlan, gradient_itemsize: int, planner: Planner, layouts: Layouts) -> WeightPlan:
     """The plan in which every device keeps the sum of the gradients that it makes itself (a recipe synchronises
     them)."""
     box, term, device, origin = _gradients(plan.needs, sorted(set(plan.origin)))
@@ -94,5 +96,5 @@ def unsynchronised(plan: WeightPlan, itemsize: int, planner: Planner, layouts: L
     first, last = (
         np.searchsorted(device[order], plan.stored.device, side).astype(np.uint32) for side in ("left", "right")
     )
-    sync = assemble(planner, source, plan.stored, first, last, itemsize)
+    sync = assemble(planner, source, plan.stored, first, last, gradient_itemsize)
     return replace(plan, sync=sync, origin=tuple(origin[order].tolist()))

@@ -78,7 +78,8 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
 
 
 def _option_words(options: Options) -> list[str]:
-    words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters"]
+    wide = " and gradients" if options.gradients == "float32" else ""
+    words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters{wide}"]
     if options.recompute != "none":
         what = "everything" if options.recompute == "full" else options.recompute
         words.append(f"recompute {what}{_where(options.recompute_blocks)}")

@@ -41,13 +41,7 @@ class Piece:
 
 def dtype_of_transport(lowered: Lowered, transport: Transport) -> torch.dtype:
     """Element type of what a transport moves."""
-    return dtype_of(lowered.graph.tensor[name_of_transport(lowered, transport)].dtype)
-
-
-def name_of_transport(lowered: Lowered, transport: Transport) -> str:
-    """The tensor that a transport moves, or the gradient of which."""
-    key = transport.key
-    return lowered.weights[key].tensor if transport.purpose == "synchronise" else lowered.edges[key].tensor
+    return dtype_of(lowered.moved(transport.purpose, transport.key).dtype)
 
 
 def source(
@@ -98,7 +92,7 @@ def assemble(
             values, [(slot, _placing(step.destination[k].box, parts[k])) for k, slot in instruction.results.items()]
         )
     # What arrives lies in this order, or in that of the dimensions.
-    name = None if transport.purpose == "synchronise" else name_of_transport(lowered, transport)
+    name = None if transport.purpose == "synchronise" else lowered.edges[transport.key].tensor
     image, order = name in pictures, wire.lying.get(name or "")
     for k, slot in instruction.results.items():
         pieces = _pieces(values, lowered, rank, instruction, wire, k)

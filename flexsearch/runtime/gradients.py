@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,24 +45,50 @@ class StepLoss(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+class Place(NamedTuple):
+    """Where a gradient goes. ``in_place``: others add to the ``slot``, too, in its memory. ``held``: the type that it
+    is cast to; None: it is held as it is made."""
+
+    slot: Slot
+    in_place: bool
+    held: torch.dtype | None = None
+
+
 def accumulated(
-    values: list[Any], leaves: Sequence[Tensor], places: Sequence[tuple[Slot, bool]],
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor],
+    values: list[Any], leaves: Sequence[Tensor], places: Sequence[Place], outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of leaves from those of ``outputs``, but for those that autograd has added to a sum over microbatches:
-    each as soon as it is there, so that no more than one of them is beside the sums."""
-    sums = [values[slot] if in_place else None for slot, in_place in places]
-    for leaf, total in zip(leaves, sums, strict=True):
+    """Gradients of leaves from those of ``outputs``, but for those that are cast, and those that autograd has added to
+    a sum over microbatches: each as soon as it is there, so that no more than one of them is beside the sums."""
+    sums = [values[place.slot] if place.in_place and place.held is None else None for place in places]
+    hooks = []
+    for leaf, total, place in zip(leaves, sums, places, strict=True):
+        if place.held is not None:
+            hook = _casting(values, place)
+            hooks.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if total is not None:
             if leaf.untyped_storage().nbytes() < leaf.nbytes:
                 leaf.data = total  # without memory of its own: autograd wants one laid out alike
             leaf.grad = total
     accumulate(outputs, gradients)
+    for hook in hooks:
+        hook.remove()
     leaf_gradients: list[Tensor | None] = []
     for leaf, total in zip(leaves, sums, strict=True):
         leaf_gradients.append(leaf.grad if total is None else None)
         leaf.grad = None
     return leaf_gradients
+
+
+def _casting(values: list[Any], place: Place) -> Callable[[Tensor], None]:
+    """Takes the gradient of a leaf, and casts it, or adds it to a sum without a cast of its own."""
+
+    def run(leaf: Tensor) -> None:
+        gradient, leaf.grad, before = leaf.grad, None, values[place.slot]
+        assert gradient is not None
+        values[place.slot] = gradient.to(place.held) if before is None else before.add_(gradient)
+
+    return run
 
 
 def empty(leaf: Tensor) -> None:
@@ -71,19 +97,20 @@ def empty(leaf: Tensor) -> None:
 
 
 def add(
-    values: list[Any], places: Sequence[tuple[Slot, bool]], gradients: Sequence[Tensor | None],
+    values: list[Any], places: Sequence[Place], gradients: Sequence[Tensor | None],
     alive: Sequence[Tensor | None], entered: Sequence[weakref.ref[torch.UntypedStorage]] = (),
 ) -> None:  # fmt: skip
-    """Add gradients to slots. ``places``: with whether others add to the slot, too, in its memory. Autograd may hand
-    out one tensor for several values, among them those that are still ``alive``, or were ``entered`` and may be: what
-    is added to gets memory of its own."""
+    """Add gradients to slots. Autograd may hand out one tensor for several values, among them those that are still
+    ``alive``, or were ``entered`` and may be: what is added to gets memory of its own."""
     owners: Counter[int] | None = None
-    for (slot, in_place), gradient in zip(places, gradients, strict=True):
+    for (slot, in_place, held), gradient in zip(places, gradients, strict=True):
         before = values[slot]
         if gradient is None:
             continue
         if before is not None and in_place:
             values[slot] = before.add_(gradient)
+        elif held is not None:
+            values[slot] = gradient.to(held)
         elif before is not None or in_place:
             if owners is None:
                 owners = Counter(_memory(x) for x in (*gradients, *alive) if x is not None)

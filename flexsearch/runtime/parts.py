@@ -132,9 +132,7 @@ def plan_of(
     lowered: Lowered, what: Communication, rank: int, by_name: Mapping[str, Order]
 ) -> Plan:
     """The part of ``rank`` in a communication. ``by_name``: how tensors are ``lying``."""
-    first = what.members[0].key
-    name = lowered.weights[first].tensor if what.purpose == "synchronise" else lowered.edges[first].tensor
-    plan = Plan(what, dtype_of(lowered.graph.tensor[name].dtype))
+    plan = Plan(what, dtype_of(lowered.moved(what.purpose, what.members[0].key).dtype))
     if what.purpose != "synchronise":
         names = [lowered.edges[member.key].tensor for member in what.members]
         plan.orders = {m: by_name[name] for m, name in enumerate(names) if name in by_name}

@@ -49,10 +49,9 @@ def sent_bytes(lowered: Lowered, device: int, task: int) -> int:
         return 0
     total = 0
     for member in what.members:
-        source, key = member.reshard.phases[member.phase].source, member.key
-        name = lowered.weights[key].tensor if what.purpose == "synchronise" else lowered.edges[key].tensor
+        source = member.reshard.phases[member.phase].source
         sent = {move.source for move in member.what.moves if source[move.source].device == device}
-        total += lowered.graph.tensor[name].itemsize * sum(volume(source[k].box) for k in sent)
+        total += lowered.moved(what.purpose, member.key).itemsize * sum(volume(source[k].box) for k in sent)
     return total
 
 

@@ -23,7 +23,7 @@ from flexsearch.graph.precision import PreciseGraph
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Lowered
 from flexsearch.runtime.body import Body, Call, Kernel, body_of
-from flexsearch.runtime.gradients import accumulated, add, empty
+from flexsearch.runtime.gradients import Place, accumulated, add, empty
 from flexsearch.runtime.instructions import Backward, Forward, Key, Segment, Slot
 from flexsearch.runtime.instructions import Call as SegmentCall
 from flexsearch.runtime.layers import Layer, layers_of
@@ -139,8 +139,12 @@ class SegmentRunner:
         self.lasting = frozenset[int]() if isinstance(lowered.graph, PreciseGraph) else frozenset(self.stored)
         """Of these, those that are no copies in another precision."""
         self.activations = {k for k, leaf in enumerate(segment.leaves) if _is_activation(lowered, leaf.value)}
-        self.weights = {k for k, at in enumerate(self.tracked) if _is_weight(lowered, segment.leaves[at].gradient)}
+        weight_of = {k: _weight_of(lowered, segment.leaves[at].gradient) for k, at in enumerate(self.tracked)}
+        self.weights = {k for k, name in weight_of.items() if name is not None}
         """Which of these gradients are those of weights."""
+        held = {k: lowered.graph.gradient[name].dtype for k, name in weight_of.items() if name is not None}
+        self.held = {k: dtype_of(t) for k, t in held.items() if t != lowered.graph.tensor[str(weight_of[k])].dtype}
+        """Types of those of these that are cast."""
         split = segment.halves and compiler is None
         self.layers = layers_of(self.calls, {self.tracked[k] for k in self.weights}) if split else None
         """Where the second half of its backward pass goes on; None: it has no halves, or autograd finds its way."""
@@ -244,13 +248,13 @@ class SegmentRunner:
         part, saved, seeds = instruction.part, instruction.saved, instruction.seeds
         targets = tuple((k, slot) for k, slot in enumerate(instruction.gradients) if slot is not None)
         leaves = tuple(leaf for leaf, _ in targets)
-        places = tuple((slot, leaf in self.weights and slot in shared) for leaf, slot in targets)
+        places = tuple(Place(slot, k in self.weights and slot in shared, self.held.get(k)) for k, slot in targets)
         first, keep = part != "weights", part == "inputs"
         if not first and self.layers is not None:
             return self._of_weights(values, instruction, shared)
         layered = keep and self.layers is not None
         takes = [slot in instruction.takes and (layered or not keep) for slot in seeds]
-        sums = tuple(slot for slot, in_place in places if in_place)
+        sums, casts = tuple(place.slot for place in places if place.in_place), any(place.held for place in places)
         # All leaves are stored weights, and all their gradients are wanted.
         alone = part == "all" and leaves == tuple(range(len(self.tracked))) and self.stored.issuperset(self.tracked)
 
@@ -271,7 +275,7 @@ class SegmentRunner:
             edges = [edge for edge in passed.layers if edge is not None] if layered else []
             if passed.outputs and (wanted or edges):
                 gradients: Sequence[Tensor | None]
-                if alone or (part == "all" and any(values[slot] is not None for slot in sums)):
+                if alone or (part == "all" and (casts or any(values[slot] is not None for slot in sums))):
                     gradients = accumulated(values, wanted, places, passed.outputs, passed.gradients)
                 else:
                     gradients = gradients_of(passed.outputs, passed.gradients, [*wanted, *edges], keep)
@@ -297,7 +301,10 @@ class SegmentRunner:
         saved = instruction.saved
         readers = Counter(leaf for layer in layers for _, leaf in layer.weights)
         slots = {k: slot for k, slot in zip(self.tracked, instruction.gradients, strict=True) if slot is not None}
-        places_of = {leaf: (slot, slot in shared or readers[leaf] > 1) for leaf, slot in slots.items()}
+        held = {at: self.held.get(k) for k, at in enumerate(self.tracked)}
+        places_of = {
+            leaf: Place(slot, slot in shared or readers[leaf] > 1, held[leaf]) for leaf, slot in slots.items()
+        }  # fmt: skip
         rows = [(len(layer.results), [places_of[leaf] for _, leaf in layer.weights]) for layer in layers]
 
         def run() -> None:
@@ -332,11 +339,12 @@ def _is_activation(lowered: Lowered, value: Key) -> bool:
     return lowered.graph.tensor[name].kind == "activation"
 
 
-def _is_weight(lowered: Lowered, gradient: Key | None) -> bool:
-    """Whether a gradient is that of a weight."""
+def _weight_of(lowered: Lowered, gradient: Key | None) -> str | None:
+    """The weight whose gradient a key names."""
     if gradient is None or gradient.kind != "edge gradient":
-        return False
-    return lowered.graph.tensor[lowered.edges[int(str(gradient.name))].tensor].kind == "parameter"
+        return None
+    name = lowered.edges[int(str(gradient.name))].tensor
+    return name if lowered.graph.tensor[name].kind == "parameter" else None
 
 
 def _released(lowered: Lowered, segment: Segment) -> frozenset[tuple[int, int]]:

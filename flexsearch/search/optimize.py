@@ -89,8 +89,9 @@ def search(
 
 def _check_start(start: Strategy, graph: OperatorGraph, topology: Topology, options: Options) -> None:
     start.check_supported(graph, topology)
-    if start.options.precision != options.precision:
-        raise StrategyError(
-            f"the strategy to start from is in precision {start.options.precision}, and the search is not",
-            "Search with the options of that strategy.",
-        )
+    for what in ("precision", "gradients"):
+        if (own := getattr(start.options, what)) != getattr(options, what):
+            raise StrategyError(
+                f"the strategy to start from is in {what} {own}, and the search is not",
+                "Search with the options of that strategy.",
+            )

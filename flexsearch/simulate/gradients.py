@@ -7,19 +7,20 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, THREE, U32, ZERO, lean
-from flexsearch.lower.arrays import State
+from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.interned import entries_of
-from flexsearch.simulate.spans import ACTIVATIONS, Sources, Spans, add, computing, prolong
+from flexsearch.simulate.spans import ACTIVATIONS, CAST, GRADIENTS, Sources, Spans, add, computing, prolong
 
 
 @lean
 def differentiate(
     sources: Sources, state: State, slots: U32, k: Any, last: Any, template: Any, before: Any, itemsize: Any, part: Any,
-    spans: Spans,
+    cast: Any, spans: Spans,
 ) -> Any:  # fmt: skip
     """The gradients that the readers of the edge of ``slots[k]`` make, in ``spans.gradient``, where reshard
-    ``template`` uses them, ``before`` whose entries of these are so many of other edges. Returns the moment at which
-    they are complete: the backward of the first reader, as that runs last."""
+    ``template`` uses them, ``before`` whose entries of these are so many of other edges. ``cast``: bytes of an element
+    as readers make it, if it is cast to ``itemsize``; else 0. Returns the moment at which they are complete: the
+    backward of the first reader, as that runs last."""
     wiring, layouts, slot = sources.wiring, sources.layouts, np.uint64(slots[k])
     blocks = sources.units.backward_block if part == ACTIVATIONS else sources.units.weight_block
     latest, through, latest_slot = ZERO, ZERO, slot
@@ -55,10 +56,27 @@ def differentiate(
                 if arrived > ZERO and spans.nbytes[arrived - ONE] == nbytes:
                     handle = arrived
         if handle == ZERO:
-            handle = add(spans, d, nbytes, part, begin, begin)
+            handle = add(spans, d, nbytes, part | CAST if cast > 0 else part, begin, begin)
+        if cast > 0:
+            _make(sources, state, slots, k, last, d, layouts.volume[entry + row] * cast, spans)
         prolong(spans, handle, now)
         spans.gradient[d] = handle
     return now
+
+
+@lean
+def _make(
+    sources: Sources, state: State, slots: U32, k: Any, last: Any, d: Any, nbytes: Any, spans: Spans
+) -> None:  # fmt: skip
+    """The gradients of a weight that each reader of the edge of ``slots[k]`` makes on device ``d``, until they are
+    cast."""
+    slot, latest = np.uint64(slots[k]), NOTHING
+    for j in range(k, last):
+        reader = sources.wiring.slot_operator[np.uint64(slots[j])]
+        if np.uint64(state.leader[np.uint64(slots[j])]) == slot and reader != latest:
+            now = computing(sources.units.weight_block[np.uint64(reader)])
+            add(spans, d, nbytes, GRADIENTS, now, now)
+            latest = reader
 
 
 @lean

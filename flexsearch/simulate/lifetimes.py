@@ -46,15 +46,16 @@ are the spans:
 - Where nothing is made of a gradient, as a replica sends its own, it is not made, unless attention's kernel makes it
   with others: then it is there while that runs. What an operator keeps for that gradient alone
   (``Units.only_gradient``) goes after its forward.
-- The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised; and as it is
-  stored: from that communication to the update, or from where it is added, if it is put together there: behind two
-  phases, or of parts (the device's own is there until then, or if it is as large, until right before). Where a part
-  stays and nothing is sent, it is cut out behind the backward, or with the synchronisation if gradients are summed over
-  the microbatches. Where both are the same memory, until the update. Of weights that are kept in parts, what a
-  communication brings lives until it is added, where a later bucket is sent (``lower.schedule``), or the second phase;
-  with several microbatches to the sum, which is there from the first one on. What the last buckets of a stage bring is
-  added where the next microbatch sends its first one, or by the update; the part that stays lives as long, beside the
-  sum.
+- The **gradient of a weight**, as the pieces make it: likewise, until it has been sent to be synchronised. Where it is
+  held in another type (``OperatorGraph.gradient``), what each reader makes is there, too, while that computes: it is
+  cast, or added to what earlier readers and microbatches made. As it is stored: from that communication to the update,
+  or from where it is added, if it is put together there: behind two phases, or of parts (the device's own is there
+  until then, or if it is as large, until right before). Where a part stays and nothing is sent, it is cut out behind
+  the backward, or with the synchronisation if gradients are summed over the microbatches. Where both are the same
+  memory, until the update. Of weights that are kept in parts, what a communication brings lives until it is added,
+  where a later bucket is sent (``lower.schedule``), or the second phase; with several microbatches to the sum, which is
+  there from the first one on. What the last buckets of a stage bring is added where the next microbatch sends its first
+  one, or by the update; the part that stays lives as long, beside the sum.
 - The **message** with parts of a weight's gradient of which another part stays, if it is a copy, when it is sent: that
   of a bucket with several weights, or of a part that does not lie in one run of memory
   (``weight_lifetimes._message_bytes``).
@@ -326,7 +327,9 @@ def _backward(sources: Sources, state: State, t: Any, spans: Spans) -> None:
         if np.uint64(state.leader[slot]) == slot and program.flows[slot] != VALUE:
             itemsize = sources.units.itemsize[t]
             back = np.uint64(state.backward[slot])
-            now = differentiate(sources, state, wiring.tensor_slot, k, last, back, ZERO, itemsize, ACTIVATIONS, spans)
+            now = differentiate(
+                sources, state, wiring.tensor_slot, k, last, back, ZERO, itemsize, ACTIVATIONS, np.int64(0), spans
+            )
             _return(sources, state, slot, t, now, spans)
 
 

@@ -20,7 +20,7 @@ from flexsearch.simulate.account import BLOCK_CELLS, Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
 from flexsearch.simulate.recipe_memory import Kept, recipe_spans
-from flexsearch.simulate.spans import OPTIMIZER, Sources
+from flexsearch.simulate.spans import CAST, OPTIMIZER, Sources
 from flexsearch.simulate.units import make_account
 from flexsearch.simulate.usage import computations
 
@@ -183,7 +183,7 @@ def _held(account: Account, part: int | None = None) -> Iterator[None]:
     that touches less memory than clearing all cells."""
     spans = account.spans
     if part is not None:
-        account = account._replace(spans=spans._replace(nbytes=np.where(spans.part == part, spans.nbytes, 0)))
+        account = account._replace(spans=spans._replace(nbytes=np.where(spans.part % CAST == part, spans.nbytes, 0)))
     _enter(account, 1)
     yield
     _enter(account, -1)

@@ -17,6 +17,8 @@ from flexsearch.packed import packed
 
 WEIGHTS, COPIES, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS = (np.uint64(k) for k in range(6))
 """Parts of memory: what spans are for; COPIES: of sharded weights, gathered."""
+CAST = np.uint64(8)
+"""Beside GRADIENTS in a part: they are cast from what operators make, which has spans of its own."""
 VALUE, GRADIENT = np.uint8(Flow.VALUE), np.uint8(Flow.GRADIENT)
 GATHERED: Any = np.uint64(0xFFFFFFFF)
 """In the place of an activation: a weight's copies have no original that readers could use as it is."""
@@ -40,11 +42,11 @@ class Units(NamedTuple):
     whether its output is a view (``is_view``), and the gradient of that one of an operand, too (``hands_on``);
     bytes saved besides for each element (``extra``), and half elements (``halves``); whether it ``attends``: one
     kernel makes the gradients of its first three operands, all or none, and on devices that are a ``cpu`` widens
-    narrow values. By weight: ``weight_itemsize``; ``state_bytes``, that the optimizer keeps for each element;
-    ``shared``: whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its readers'
-    slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by tensor
-    and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to the
-    last one (0: it does not run over samples), the ``part`` of memory that it belongs to.
+    narrow values. By weight: ``weight_itemsize``, ``gradient_itemsize``; ``state_bytes``, that the optimizer keeps for
+    each element; ``shared``: whether others are in its bucket (ALONE, CUT_FIRST, CUT_LATER). By tensor at hand: its
+    readers' slots (``reader``), ``at_hand_itemsize``, whether a device reads it as an image (``at_hand_image``, by
+    tensor and device; ``at_hand_copied``: any does), ``at_hand_shift``, rows from the first microbatch of the batch to
+    the last one (0: it does not run over samples), the ``part`` of memory that it belongs to.
     ``several``: (1,) whether there are several microbatches. By operator: ``backward_block`` (the
     forward one if there is none), ``weight_block``, where it is done with what it saved and with the gradients of
     its outputs (the backward one if its backward pass is whole); by slot: until when autograd keeps the weight that
@@ -77,6 +79,7 @@ class Units(NamedTuple):
     attends: U8
     cpu: U8
     weight_itemsize: I64
+    gradient_itemsize: I64
     shared: U8
     reader_first: U32
     reader_last: U32

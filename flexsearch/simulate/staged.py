@@ -13,7 +13,6 @@ from flexsearch.cost.uncertainty import Estimate
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
-from flexsearch.graph.precision import Precision, with_precision
 from flexsearch.lower import Lowering, lower
 from flexsearch.lower.share import Share, share_of, stages_of
 from flexsearch.lower.templates import Templates
@@ -30,13 +29,13 @@ from flexsearch.topology import Topology
 
 
 class StagedSimulators:
-    """Simulators of the plans of one graph on one topology, all in one ``precision``. What was worked out for one plan
-    serves all that cut the batch into equal parts."""
+    """Simulators of the plans of one graph on one topology, all in the types of those with ``options``. What was worked
+    out for one plan serves all that cut the batch into equal parts."""
 
     def __init__(
-        self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None, precision: Precision = "as-is"
+        self, graph: OperatorGraph, topology: Topology, profile: Profile | None = None, options: Options | None = None
     ) -> None:
-        self.graph, self.topology, self.profile = with_precision(graph, precision), topology, profile
+        self.graph, self.topology, self.profile = (options or Options()).typed(graph), topology, profile
         self._shares: dict[tuple[int, int], tuple[Share, Lowering, Templates]] = {}
         self._parts: dict[int, OperatorGraph] = {}
         """By number of equal parts of the batch: whichever of them are replicas and microbatches."""
@@ -46,7 +45,7 @@ class StagedSimulators:
     def under(self, profile: Profile) -> StagedSimulators:
         """Simulators of the same plans with other costs."""
         other = StagedSimulators(self.graph, self.topology, profile)
-        other._parts = self._parts
+        other.graph, other._parts = self.graph, self._parts
         return other
 
     @cached_property
@@ -167,7 +166,7 @@ def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile 
         return _step_with_recipes(graph, strategy, profile)
     graph = strategy.planned(graph)
     pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
-    simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options.precision)
+    simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options)
     share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
@@ -178,7 +177,7 @@ def _step_with_recipes(graph: OperatorGraph, strategy: Strategy, profile: Profil
     """The mean step of a strategy with recipes, of all devices."""
     cluster = strategy.cluster
     lowered = lower(graph, strategy, cluster, Costs(graph, cluster, profile))
-    simulation, planned = simulate(lowered), with_precision(strategy.planned(graph), strategy.options.precision)
+    simulation, planned = simulate(lowered), strategy.options.typed(strategy.planned(graph))
     dtype = _dtype(planned)
     return Step(
         simulation.makespan_s, lambda: device_times(lowered.rows, simulation.times), lambda: simulation.estimate,

@@ -153,7 +153,8 @@ def make_units(
         attends=_flags(attend),
         cpu=_flags(device == "cpu" for device in devices),
         weight_itemsize=_sizes(graph.tensor[name].itemsize for name in weights),
-        shared=_shared(table, [graph.tensor[name].nbytes for name in weights]),
+        gradient_itemsize=_sizes(graph.gradient[name].itemsize for name in weights),
+        shared=_shared(table, [graph.gradient[name].nbytes for name in weights]),
         reader_first=slots.first, reader_last=slots.last, reader=slots.all,
         at_hand_itemsize=_sizes(graph.tensor[name].itemsize for name in at_hand),
         at_hand_image=pictures, at_hand_copied=_flags(bool(row.any()) for row in pictures),
@@ -213,8 +214,8 @@ def _unpacked(
 
 
 def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:
-    """``Units.shared``. ``nbytes``: of each weight. Most is there where a weight's part is cut out that is larger than
-    the gradients before it together, which have gone."""
+    """``Units.shared``. ``nbytes``: of the gradient of each weight. Most is there where a weight's part is cut out that
+    is larger than the gradients before it together, which have gone."""
     shared = np.full(len(nbytes), ALONE, np.uint8)
     for first, last in zip(table.member_first, table.member_last, strict=True):
         members = table.member[first:last].tolist()
@@ -320,7 +321,7 @@ def _make_spans(graph: OperatorGraph, sources: Sources, devices: int) -> Spans:
             slots[u] += wiring.tensor_last[t] - wiring.tensor_first[t]
             slots[u] += wiring.result_last[t] - wiring.result_first[t] + 1
     passes = 1 if np.all(blocks.recompute_of == NOTHING) and np.all(blocks.regather_of == NOTHING) else 2
-    room = int(max(1, (10 * slots + 7).max(initial=1))) * devices * passes
+    room = int(max(1, (11 * slots + 7).max(initial=1))) * devices * passes
     most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
     rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 from flexsearch.cost import Profile
 from flexsearch.errors import FlexsearchError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.precision import Precision
+from flexsearch.graph.precision import Gradients, Precision
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import OperatorConfig, Options, Sharding, States, Strategy
 from flexsearch.strategy.config import check_config
@@ -19,12 +19,13 @@ from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 
 Part = Literal[
-    "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "optimizer", "precision", "prefetch",
-    "recompute", "recompute_blocks", "reshard_after_forward",
+    "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "optimizer", "precision", "gradients",
+    "prefetch", "recompute", "recompute_blocks", "reshard_after_forward",
 ]  # fmt: skip
 PARTS: Final[dict[Part, str]] = {
     "devices": "data x tensor x pipeline", "borders": "borders of stages", "schedule": "schedule",
     "microbatches": "microbatches", "sharding": "sharded states", "precision": "precision",
+    "gradients": "gradients of weights",
     "recompute": "recomputation", "recompute_blocks": "blocks computed again",
     "reshard_after_forward": "second gather of sharded weights",
     "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets", "optimizer": "optimizer",
@@ -183,14 +184,14 @@ class Variants:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, profile: Profile | None) -> None:
         self.graph, self.topology, self.profile = graph, topology, profile
-        self._simulators: dict[Precision, StagedSimulators] = {}
+        self._simulators: dict[tuple[Precision, Gradients], StagedSimulators] = {}
 
     def outcome(self, plan: Plan) -> Outcome:
         """A plan, simulated."""
-        precision = plan.options.precision
-        if precision not in self._simulators:
-            self._simulators[precision] = StagedSimulators(self.graph, self.topology, self.profile, precision)
-        simulators, pipeline = self._simulators[precision], plan.pipeline
+        types = plan.options.precision, plan.options.gradients
+        if types not in self._simulators:
+            self._simulators[types] = StagedSimulators(self.graph, self.topology, self.profile, plan.options)
+        simulators, pipeline = self._simulators[types], plan.pipeline
         try:
             configs = plan.placed()
             share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)

@@ -79,8 +79,9 @@ def hold_weight(sources: Sources, state: State, w: Any, spans: Spans) -> None:
                 )
                 distribute(sources, state, program.reader, k, last, GATHERED, gather, again, NOTHING, spans)
             if trained and program.flows[slot] != VALUE:
-                itemsize = units.weight_itemsize[w]
-                differentiate(sources, state, program.reader, k, last, template, before, itemsize, GRADIENTS, spans)
+                held, computed = units.gradient_itemsize[w], units.weight_itemsize[w]
+                cast = computed if held != computed else np.int64(0)
+                differentiate(sources, state, program.reader, k, last, template, before, held, GRADIENTS, cast, spans)
                 before += entries_of(sources.layouts, np.uint64(state.need[slot]))
                 _send_gradients(sources, w, template, when, spans)
     if trained:

@@ -96,8 +96,8 @@ def options_of(file: StrategyFile) -> Options:
     """The options of a file."""
     options = Options(
         bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
-        precision=file.precision or "as-is", recompute=file.recompute or "none",
-        recompute_blocks=file.recompute_blocks,
+        precision=file.precision or "as-is", gradients=file.gradients or "as-is",
+        recompute=file.recompute or "none", recompute_blocks=file.recompute_blocks,
         reshard_after_forward=file.synchronisation.reshard_after_forward or False,
         recipes=file.synchronisation.recipes or (),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from flexsearch.files import FileModel, parse, printable, read_json
 from flexsearch.graph.precision import Precision
@@ -28,6 +28,7 @@ from flexsearch.strategy.records import (
     Reference,
     Search,
     SearchRecord,
+    check_gradients,
 )
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
@@ -109,6 +110,7 @@ class StrategyFile(FileModel):
     cluster: Topology
     optimizer: OptimizerName = "momentum"
     precision: Precision | None = None
+    gradients: Literal["float32"] | None = None
     recompute: Recompute | None = None
     recompute_blocks: Blocks | None = None
     synchronisation: SynchronisationFile
@@ -120,6 +122,8 @@ class StrategyFile(FileModel):
     prediction: Prediction | None = None
     measurement: Measurement | None = None
     search: Search | None = None
+
+    _suit = field_validator("gradients")(check_gradients)
 
     @model_validator(mode="after")
     def _consistent(self) -> StrategyFile:

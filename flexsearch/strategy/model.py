@@ -228,6 +228,7 @@ class Strategy:
             cluster=self.cluster,
             optimizer=self.options.optimizer,
             precision=None if self.options.precision == "as-is" else self.options.precision,
+            gradients=None if self.options.gradients == "as-is" else self.options.gradients,
             recompute=None if self.options.recompute == "none" else self.options.recompute,
             recompute_blocks=self.options.recompute_blocks,
             synchronisation=synchronisation_file(self.options),

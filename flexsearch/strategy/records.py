@@ -5,12 +5,12 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict, field_validator
+from pydantic import Field, Strict, ValidationInfo, field_validator
 
 from flexsearch.errors import RecipeError, StrategyError
 from flexsearch.files import FileModel
-from flexsearch.graph import Dtype, Tracing
-from flexsearch.graph.precision import Precision
+from flexsearch.graph import Dtype, OperatorGraph, Tracing
+from flexsearch.graph.precision import Gradients, Precision, with_precision
 from flexsearch.quantities import (
     MAX_COUNT,
     MAX_DEVICES,
@@ -65,11 +65,19 @@ class WeightRecipe(FileModel):
 Recipes = Annotated[tuple[WeightRecipe, ...], Strict(False), Field(max_length=MAX_COUNT)]
 
 
+def check_gradients(gradients: str | None, told: ValidationInfo) -> str | None:
+    """Raise ValueError for gradients that are wider than what makes them, where that is not in half precision."""
+    if gradients == "float32" and told.data.get("precision") not in ("bf16", "fp16"):
+        raise ValueError("gradients float32 differ from those of the graph only with precision bf16 or fp16; give one")
+    return gradients
+
+
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised, and sharded weights gathered, in
     buckets of about this size. ``optimizer``: how much state an update reads and writes (none, one, or two tensors per
     weight). ``prefetch``: sharded weights are gathered so many buckets before the one that is read. ``precision``: of
     weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
+    ``gradients``: type in which those of weights are added up over microbatches, sent and read by the update.
     ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given: one
     number for all, or one for each stage, of which 0 means none.
     ``reshard_after_forward``: sharded weights are let go of after the forward pass of what reads them and gathered
@@ -80,10 +88,17 @@ class Options(FileModel):
     optimizer: OptimizerName = "momentum"
     prefetch: Count = 1
     precision: Precision = "as-is"
+    gradients: Gradients = "as-is"
     recompute: Recompute = "none"
     recompute_blocks: Blocks | None = None
     reshard_after_forward: bool = False
     recipes: Recipes = ()
+
+    _suit = field_validator("gradients")(check_gradients)
+
+    def typed(self, graph: OperatorGraph) -> OperatorGraph:
+        """The graph in the element types of plans with these options."""
+        return with_precision(graph, self.precision, self.gradients)
 
     @property
     def exact(self) -> Options:

@@ -34,6 +34,8 @@ def torchtitan_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
         raise _no("recompute: torchtitan computes whole layers again, all of them", "recompute full or none")
     if options.precision == "fp16":
         raise _no("precision: torchtitan trains in float32 and bfloat16", "precision bf16")
+    if options.precision == "bf16" and options.gradients == "as-is":
+        raise _no("gradients: torchtitan adds up and sends those of bfloat16 weights in float32", "gradients float32")
     if options.precision == "bf16" and plan.states == States.WHOLE and (plan.pipeline > 1 or plan.tensor > 1):
         raise _no("precision: torchtitan casts through fully_shard, and the weights are whole", "states weights")
     sharded = plan.states != States.WHOLE
@@ -62,6 +64,7 @@ def torchtitan_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
         ("--training.global_batch_size", str(graph.batch)),
         *_sequence("--training.seq_len", graph),
         ("--training.mixed_precision_param", DTYPES[options.precision]),
+        ("--training.mixed_precision_reduce", "float32"),
         ("--activation_checkpoint.mode", options.recompute),
         ("--optimizer.name", _optimizer(strategy, {"adam": "AdamW"}, "torchtitan")),
     ]
@@ -107,6 +110,10 @@ def megatron_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
         ]  # fmt: skip
     if options.precision != "as-is":
         flags.append((f"--{options.precision}", ""))
+    if options.gradients == "float32":
+        flags.append(("--accumulate-allreduce-grads-in-fp32", ""))
+    elif options.precision == "bf16":  # which turns that on by itself
+        flags.append(("--grad-reduce-in-bf16", ""))
     return [*flags, ("--optimizer", _optimizer(strategy, {"adam": "adam", "momentum": "sgd"}, "Megatron-LM"))]
 
 

@@ -208,7 +208,8 @@ def _precision(file: File) -> None:
     dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[file.options.precision]
     file.needs("", "torch")
     file.needs("torch.distributed.fsdp", "MixedPrecisionPolicy")
-    file.constants.append(f"PRECISION = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype={dtype})")
+    reduced = dtype if file.options.gradients == "as-is" else "torch.float32"
+    file.constants.append(f"PRECISION = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype={reduced})")
     file.layers += [
         "# Precision: fully_shard casts weights and gradients, and keeps float32 masters; buffers are cast here.",
         "for module in model.modules():",

@@ -23,11 +23,11 @@ def without_synchronisation(lowered: Lowered, names: Collection[str]) -> Lowered
     recipes do is left out: it is not the program's (``synchronisation``). Tasks keep their numbers."""
     if not names:
         return lowered
-    lowering, tensors = lowered.lowering, lowered.graph.tensor
+    lowering = lowered.lowering
     weights = list(lowered.weights)
     for w, weight in enumerate(weights):
         if weight.tensor in names and weight.plan.sync is not None:
-            itemsize = tensors[weight.tensor].itemsize
+            itemsize = lowered.moved("synchronise", w).itemsize
             local = unsynchronised(weight.plan, itemsize, lowering.planner, lowering.layouts)
             weights[w] = replace(weight, plan=local)
     return _without(_replaced(lowered, weights=tuple(weights)), lambda what: bool(what.recipe))

@@ -233,7 +233,7 @@ class Estimates:
         per_byte, per_tensor = self.works.costs.update_rates(0, options.optimizer, options.precision)
         tensors = _by_rank(ranks, parts.tensors)
         update = weights / (copies if layout.states else 1) * per_byte + tensors * per_tensor
-        buckets = np.maximum(1.0, np.ceil(weights / options.bucket_bytes))
+        buckets = np.maximum(1.0, np.ceil(self.works.wider * weights / options.bucket_bytes))
         last = _by_rank(ranks, backward)
         exposed = np.maximum(agree - last * (1.0 - 1.0 / buckets), agree / buckets)
         earlier = np.cumsum(last) - last if layout.pipeline > 1 else np.zeros(1)
@@ -247,20 +247,21 @@ class Estimates:
     def _agree(self, layout: Layout, options: Options, weights: Values) -> tuple[Values, Values]:
         """By rank, seconds of gathering its ``weights`` (bytes), and of summing up their gradients."""
 
-        def seconds(first: int = 0, step: int = 1) -> Values:
+        def seconds(nbytes: Values, first: int = 0, step: int = 1) -> Values:
             ranks = range(layout.pipeline if layout.widths else 1)
             lines = [self.agreement(layout, rank, first, step) for rank in ranks]
             start, each = np.array(lines).T
-            agreement_s: Values = np.where(
-                weights > 0.0, start * np.ceil(weights / options.bucket_bytes) + each * weights, 0.0
-            )
+            buckets = np.ceil(nbytes / options.bucket_bytes)
+            agreement_s: Values = np.where(nbytes > 0.0, start * buckets + each * nbytes, 0.0)
             return agreement_s
 
+        gradients = self.works.wider * weights
         if not layout.over:
-            every = seconds() / (2 if layout.states else 1)  # a gather or a reduce-scatter is half an all-reduce
-            return every, every
-        inside = seconds(first=layout.divided) / 2
-        return inside, inside + seconds(step=layout.divided) / layout.divided
+            half = 2 if layout.states else 1  # a gather or a reduce-scatter is half an all-reduce
+            return seconds(weights) / half, seconds(gradients) / half
+        inside = seconds(gradients, first=layout.divided) / 2
+        between = seconds(gradients, step=layout.divided) / layout.divided
+        return seconds(weights, first=layout.divided) / 2, inside + between
 
     def _used(
         self, layout: Layout, options: Options, parts: Parts, ranks: npt.NDArray[np.int64], weights: Values,
@@ -269,7 +270,8 @@ class Estimates:
         """Share of its memory that the fullest device needs."""
         states = _by_rank(ranks, parts.states)
         if layout.states:
-            whole = {States.OPTIMIZER: 2, States.GRADIENTS: 1, States.WEIGHTS: 0}[layout.states] * weights
+            copies_of = {States.OPTIMIZER: 1 + self.works.wider, States.GRADIENTS: 1, States.WEIGHTS: 0}
+            whole = copies_of[layout.states] * weights
             gathered = layout.states == States.WEIGHTS and not options.reshard_after_forward
             under_way = np.minimum(weights, 2.0 * options.bucket_bytes)
             states = whole + (states - whole) / copies + (weights if gathered else under_way)

@@ -29,7 +29,7 @@ def simulate_layout(
     operator of each stage; None: stages that make the slowest one as fast as possible. Raises StrategyError or another
     FlexsearchError where the graph, the batch or the devices do not suit the layout."""
     options = options or Options()
-    simulators = StagedSimulators(graph, topology, profile, options.precision)
+    simulators = StagedSimulators(graph, topology, profile, options)
     pipeline, configs = plan_layout(simulators, layout, options, first)
     return pipeline, step_of(simulators, simulators.simulator(pipeline, configs, options))
 

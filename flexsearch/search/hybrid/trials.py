@@ -66,14 +66,14 @@ def trials_of(*arguments: Any) -> Callable[[Request, Watch], Answer]:
 
 
 class Trials:
-    """Simulates plans of one graph on one topology; all have the precision of ``options``. ``native``: only those that
+    """Simulates plans of one graph on one topology; all have the types of ``options``. ``native``: only those that
     PyTorch's own parts express."""
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, options: Options, profile: Profile | None, native: bool = False
     ) -> None:
         self.graph, self.topology, self.native = graph, topology, native
-        self.simulators = StagedSimulators(graph, topology, profile, options.precision)
+        self.simulators = StagedSimulators(graph, topology, profile, options)
         self.splits, self.cuts = Splits(self.simulators), Cuts(self.simulators.graph, native)
         self.kept: dict[str, tuple[Candidate, DeltaSimulator]] = {}
         """The best plan that was simulated here, and that of each family, with their simulators."""

@@ -98,6 +98,12 @@ class Works:
                 continue
         return regions
 
+    @cached_property
+    def wider(self) -> float:
+        """How many times as large gradients of weights are as these."""
+        weights = self.graph.of_kind("parameter")
+        return sum(self.graph.gradient[w.name].nbytes for w in weights) / max(1, sum(w.nbytes for w in weights))
+
     # ---- time
 
     @cached_property
@@ -132,7 +138,8 @@ class Works:
             extents = [self._extents(i, configs[i], samples)]
             forward, backward = costs.of_extents(i, extents, kind)[:, 0]
             inputs, weight = costs.halves(i, extents, kind)[:, 0]
-            rows[:, i] = forward, backward, weight, inputs + weight - backward
+            cast = costs.casting(i, extents, kind)[0]
+            rows[:, i] = forward, backward + cast, weight + cast, inputs + weight - backward
         if tensor > 1:
             for row, nbytes in zip(rows[:2], self._partial_sums(tensor), strict=True):
                 row += self._exchanged(tensor, nbytes * samples // self.graph.batch)
@@ -188,6 +195,7 @@ class Works:
 
     def _states(self, tensor: int) -> tuple[Sums, Sums, Sums]:
         graph, options, configs = self.graph, self.options, self.configs(tensor)
+        kept = options.optimizer, options.precision
         weights, states, tensors = (np.zeros(self.count) for _ in range(3))
         for parameter in graph.of_kind("parameter"):
             readers = graph.consumers[parameter.name]
@@ -196,7 +204,7 @@ class Works:
             i, position = readers[0]
             parts = _parts(configs[i], graph.operators[i].access.inputs[position].names())
             weights[i] += parameter.nbytes / parts
-            states[i] += bytes_in_training(parameter, options.optimizer, options.precision) / parts
+            states[i] += bytes_in_training(parameter, graph.gradient[parameter.name], *kept) / parts
             tensors[i] += 1
         return weights, states, tensors
 
