@@ -194,10 +194,10 @@ def one_activation() -> ZooModel:
 def layout(
     graph: OperatorGraph, data: int = 1, tensor: int = 1, borders: Sequence[str] = (), *, ranks: int = 1,
     topology: str = "ethernet-1g-4", states: States = States.WHOLE, schedule: Any = "1f1b", microbatches: int = 1,
-    options: Options | None = None,
+    options: Options | None = None, over: int = 0,
 ) -> Strategy:  # fmt: skip
     """A data x pipeline x tensor layout of all devices, with Megatron's splits. ``borders``: first operators of the
-    stages after the first, on so many ``ranks``."""
+    stages after the first, on so many ``ranks``. ``over``: as of ``Sharding``."""
     cluster = Topology.load(topology)
     first = (0, *(graph.index[name] for name in borders))
     rank_of = {s: r for r, held in enumerate(placement(schedule, ranks, len(first) // ranks)) for s in held}
@@ -207,7 +207,8 @@ def layout(
     configs = {}
     for i, config in enumerate(inside_group(graph, cluster, tensor)):
         own = config.on(groups[stage_of[i]][d] for d in config.devices)
-        configs[graph.operators[i].name] = replace(own, states=states if has_weights(graph, i) else States.WHOLE)
+        kept = {"states": states, "sharded_over": over} if has_weights(graph, i) else {}
+        configs[graph.operators[i].name] = replace(own, **kept)
     return Strategy.make(
         graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // data),
         microbatches=microbatches, schedule=schedule,

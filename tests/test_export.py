@@ -61,6 +61,12 @@ def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
             "lenet", layout(graph("lenet"), 4, states=States.WEIGHTS, microbatches=2),
             ("fully_shard", "reshard_after_forward=False"),
         ),
+        "hybrid sharding, recomputed": (
+            "llama", layout(llama, 4, **sharded, over=2), ('["replicate", "shard"]', "2 shards on each 2 ranks"),
+        ),
+        "hybrid sharding, microbatches": (
+            "mlp", layout(net, 4, states=States.WEIGHTS, microbatches=2, over=2), ("set_requires_all_reduce(k == 1)",),
+        ),
         "tensor": ("mlp", layout(net, 1, 4), ("RowwiseParallel()", "ColwiseParallel()")),
         "data x tensor, tied weights": (
             "gpt2", layout(graph("gpt2"), 2, 2, microbatches=2),
@@ -295,6 +301,8 @@ def test_a_rank_of_a_pipeline_says_that_a_module_returns_tensors_that_cannot_be_
         (lambda: _gathered_again(), "schedule: zero-bubble: weights are gathered again for the backward pass"),
         (lambda: layout(graph("mlp"), 4, options=Options(recipes=({"recipe": "gossip"},))), "agree by gossip"),
         (lambda: layout(graph("scaled"), 4, states=States.WEIGHTS), "parameter 'scale' is a scalar"),
+        (lambda: layout(graph("mlp"), 4, states=States.OPTIMIZER, over=2), "sharded over 2 of 4 replicas"),
+        (lambda: layout(graph("mlp"), 4, states=States.WEIGHTS, over=3), "sharded_over: 3 consecutive devices"),
         (lambda: _mixed(), "'layers.fc2': its weights are kept whole, those of 'layers.fc1' weights"),
     ],
 )  # fmt: skip
@@ -408,6 +416,24 @@ def test_flags_of_torchtitan_and_megatron_say_the_layout() -> None:
     assert megatron["--data-parallel-sharding-strategy"] == "optim_grads_params"
     assert "--use-tp-pp-dp-mapping" in megatron  # the ranks of a pipeline are next to each other
     assert titan["--training.mixed_precision_reduce"] == "float32"
+
+
+@pytest.mark.parametrize("states", [States.OPTIMIZER, States.WEIGHTS])
+def test_flags_say_that_some_replicas_divide_states(states: States) -> None:
+    """Four replicas of two devices, of which those on four devices next to each other divide states: two by two."""
+    options = ADAM.model_copy(update={"reshard_after_forward": True})
+    plan = layout(graph("llama"), 4, 2, topology="dgx-a100:1", states=states, over=4, options=options)
+    megatron = dict(megatron_flags(plan, graph("llama")))
+    assert megatron["--num-distributed-optimizer-instances"] == "2"
+    assert megatron.get("--outer-dp-sharding-strategy") == ("no_shard" if states == States.WEIGHTS else None)
+    if states == States.WEIGHTS:
+        titan = dict(torchtitan_flags(plan, graph("llama")))
+        assert titan["--parallelism.data_parallel_replicate_degree"] == "2"
+        assert titan["--parallelism.data_parallel_shard_degree"] == "2"
+        text = torch_file(plan, graph("llama"))
+        assert 'mesh_dim_names=("replicate", "shard", "tensor")' in text and "(2, 2, 2)" in text
+    whole = dict(megatron_flags(layout(graph("llama"), 4, states=states, options=options), graph("llama")))
+    assert "--num-distributed-optimizer-instances" not in whole
 
 
 @pytest.mark.parametrize(("precision", "gradients", "flag"), [

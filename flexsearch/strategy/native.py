@@ -12,7 +12,7 @@ from typing import Final
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import Operator, OperatorGraph
-from flexsearch.strategy.config import OperatorConfig, States
+from flexsearch.strategy.config import OperatorConfig, Sharding, States
 from flexsearch.strategy.model import Strategy
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.records import Options
@@ -35,13 +35,15 @@ Grid = tuple[tuple[int, ...], ...]
 class NativePlan:
     """``mesh``: devices by rank of the pipeline, replica and part of the layers. ``split``: operator (by index) -> the
     axis along which its layer is split over the last of these; ``flow``: what follows from that. ``states``: how
-    replicas keep weights. ``held``: the stages of each rank of the pipeline; ``modules``: of each stage; one stage has
+    replicas keep weights, and so many next to each other divide them: ``shards``, all replicas or some (hybrid
+    sharding). ``held``: the stages of each rank of the pipeline; ``modules``: of each stage; one stage has
     none. ``elsewhere``: operators without weights that PyTorch runs on other parts than the plan."""
 
     mesh: tuple[Grid, ...]
     split: Mapping[int, str]
     flow: Flow
     states: States
+    shards: int
     held: tuple[tuple[int, ...], ...]
     stages: StageModules
     elsewhere: tuple[str, ...]
@@ -96,8 +98,9 @@ def native_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
         for rank in ranks
     )
     _check_function(strategy, graph, len(mesh[0]))
-    states = _states(graph, configs) if len(mesh[0]) > 1 else States.WHOLE
-    return NativePlan(mesh, split, flowing, states, tuple(ranks), stages, elsewhere)
+    sharding = _sharding(graph, configs) if len(mesh[0]) > 1 else Sharding()
+    shards = _shards(mesh, sharding.over) if sharding.states else len(mesh[0])
+    return NativePlan(mesh, split, flowing, sharding.states, shards, tuple(ranks), stages, elsewhere)
 
 
 def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
@@ -115,6 +118,12 @@ def torch_plan(strategy: Strategy, graph: OperatorGraph) -> NativePlan:
             "states: optimizer: PyTorch's ZeroRedundancyOptimizer does not go with tensor parallelism, pipelines or "
             "another precision",
             "Use states weights (fully_shard) or whole, or export to megatron.",
+        )
+    if plan.states == States.OPTIMIZER and plan.shards < plan.data:
+        raise StrategyError(
+            f"states: optimizer, sharded over {plan.shards} of {plan.data} replicas: PyTorch's ZeroRedundancyOptimizer "
+            "divides states among all replicas",
+            "Use states weights (fully_shard), leave sharded_over out, or export to megatron.",
         )
     wraps = alone and plan.states in (States.WHOLE, States.OPTIMIZER)
     scalar = next((t.name for t in graph.of_kind("parameter") if not t.shape), None)
@@ -322,7 +331,7 @@ def _shares(op: Operator, config: OperatorConfig) -> int:
     return shares
 
 
-def _states(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> States:
+def _sharding(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> Sharding:
     """How replicas keep the states of all weights. Raises StrategyError unless all are kept alike."""
     weighted = [i for i in range(len(graph.operators)) if has_weights(graph, i)]
     for i in weighted:
@@ -333,13 +342,34 @@ def _states(graph: OperatorGraph, configs: Sequence[OperatorConfig]) -> States:
                 f"{configs[weighted[0]].states.name.lower()}; one data-parallel wrapper treats all alike",
                 NATIVE,
             )
-        if configs[i].sharded_over:
+        if configs[i].sharded_over != configs[weighted[0]].sharded_over:
+            first, other = graph.operators[weighted[0]].name, graph.operators[i].name
             raise StrategyError(
-                f"operator {graph.operators[i].name!r}: its weights are sharded over {configs[i].sharded_over} of the "
-                "devices that hold them; the export knows one mesh of shards for all of them",
-                "Leave sharded_over out, or apply the plan with flexsearch.parallelize.",
+                f"operator {other!r}: its weights are sharded over {configs[i].sharded_over or 'all'} devices, "
+                f"those of {first!r} over {configs[weighted[0]].sharded_over or 'all'}; one mesh has the same "
+                "shards for all",
+                NATIVE,
             )
-    return configs[weighted[0]].states if weighted else States.WHOLE
+    return configs[weighted[0]].sharding if weighted else Sharding()
+
+
+def _shards(mesh: Sequence[Grid], over: int) -> int:
+    """How many replicas divide a weight, those among ``over`` consecutive devices (0: all). Raises StrategyError unless
+    they are equally many and next to each other, for every stage and part of the layers."""
+    data = len(mesh[0])
+    sizes = {data} if not over else set()
+    for column in (column for grid in mesh if over for column in zip(*grid, strict=True)):
+        groups = [device // over for device in column]
+        size = groups.count(groups[0])
+        alike = [groups[k - k % size] for k in range(data)] == groups and len({*groups}) * size == data
+        sizes.add(size if alike else 0)
+    if len(sizes) > 1 or 0 in sizes:
+        raise StrategyError(
+            f"sharded_over: {over} consecutive devices do not hold equally many replicas that are next to each other; "
+            "a mesh of replicas x shards has such",
+            "Leave sharded_over out, or apply the plan with flexsearch.parallelize.",
+        )
+    return sizes.pop()
 
 
 def _check_function(strategy: Strategy, graph: OperatorGraph, data: int) -> None:

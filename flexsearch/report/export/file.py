@@ -66,9 +66,15 @@ class File:
         return self.plan.states == States.WHOLE and not self.wrapped and (self.plan.data > 1 or not self.precise)
 
     @property
-    def data(self) -> str:
-        """The dimension of the mesh over which samples are shared out."""
-        return "replicate" if self.replicated else "data"
+    def data(self) -> tuple[tuple[str, int], ...]:
+        """The dimensions of the mesh over which samples are shared out, with their sizes: ``fully_shard`` takes two
+        where replicas have weights of their own, whole ones or those that some of them divide."""
+        plan = self.plan
+        if self.replicated:
+            return ("replicate", plan.data), ("shard", 1)
+        if plan.shards < plan.data:
+            return ("replicate", plan.data // plan.shards), ("shard", plan.shards)
+        return (("data", plan.data),)
 
     def each(self, names: Sequence[str], line: str) -> list[str]:
         """A loop over modules; over those that a part of the model has, where it is taken apart."""

@@ -39,11 +39,12 @@ def torchtitan_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
     if options.precision == "bf16" and plan.states == States.WHOLE and (plan.pipeline > 1 or plan.tensor > 1):
         raise _no("precision: torchtitan casts through fully_shard, and the weights are whole", "states weights")
     sharded = plan.states != States.WHOLE
+    shards = plan.shards if sharded else 1
     share = graph.batch // plan.data
     local = share if plan.pipeline > 1 else share // strategy.microbatches
     flags: Flags = [
-        ("--parallelism.data_parallel_replicate_degree", str(1 if sharded else plan.data)),
-        ("--parallelism.data_parallel_shard_degree", str(plan.data if sharded else 1)),
+        ("--parallelism.data_parallel_replicate_degree", str(plan.data // shards)),
+        ("--parallelism.data_parallel_shard_degree", str(shards)),
         ("--parallelism.tensor_parallel_degree", str(plan.tensor)),
         ("--parallelism.pipeline_parallel_degree", str(plan.pipeline)),
     ]
@@ -108,6 +109,9 @@ def megatron_flags(strategy: Strategy, graph: OperatorGraph) -> Flags:
             ("--data-parallel-sharding-strategy", SHARDING[plan.states]), ("--ckpt-format", "fsdp_dtensor"),
             ("--no-gradient-accumulation-fusion", ""),
         ]  # fmt: skip
+    if plan.states and plan.shards < plan.data:
+        flags.append(("--num-distributed-optimizer-instances", str(plan.data // plan.shards)))
+        flags += [("--outer-dp-sharding-strategy", "no_shard")] if plan.states in SHARDING else []
     if options.precision != "as-is":
         flags.append((f"--{options.precision}", ""))
     if options.gradients == "float32":

@@ -7,7 +7,6 @@ from flexsearch.report.export.file import File, literal
 
 def write_tied(file: File) -> None:
     """``add_tied``."""
-    names = ("replicate", "shard") if file.replicated else ("data",)
     file.needs("", "torch.distributed as dist")
     file.needs("torch.distributed.tensor", "DTensor")
     tied = "".join(f"    {literal(weight)},\n" for weight in file.plan.stages.tied)
@@ -16,7 +15,7 @@ def write_tied(file: File) -> None:
         "@cache\n"
         "def ranks_with(stages: tuple[int, ...]) -> dist.ProcessGroup:\n"
         '    """The ranks of this pipeline that have one of these stages."""\n'
-        f"    pipelines = mesh().mesh.movedim({len(names)}, -1).reshape(-1, len(HELD)).tolist()\n"
+        f"    pipelines = mesh().mesh.movedim({len(file.data)}, -1).reshape(-1, len(HELD)).tolist()\n"
         "    inside = [rank for rank, held in enumerate(HELD) if set(held) & set(stages)]\n"
         "    groups = [[pipeline[rank] for rank in inside] for pipeline in pipelines]\n"
         "    return dist.new_subgroups_by_enumeration(groups)[0]\n\n\n"

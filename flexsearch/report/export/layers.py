@@ -252,8 +252,9 @@ def _fully_shard(file: File) -> None:
         mesh = 'mesh()["replicate", "shard"]'
     else:
         when = "and gathered again for the backward pass" if again else "and gathered in the forward pass"
-        file.layers.append(f"# Weights, gradients and states in {plan.data} shards, module by module, {when}.")
-        mesh = 'mesh()["data"]'
+        of = f"{plan.shards} shards on each {plan.shards} ranks" if plan.shards < plan.data else f"{plan.data} shards"
+        file.layers.append(f"# Weights, gradients and states in {of}, module by module, {when}.")
+        mesh = 'mesh()["replicate", "shard"]' if plan.shards < plan.data else 'mesh()["data"]'
     policy = f", reshard_after_forward={again}" + ("" if file.precise else ", mp_policy=PRECISION")
     line = f"fully_shard(model.get_submodule(name), mesh={mesh}{policy})"
     whole = "part" if plan.pipeline > 1 else "model"

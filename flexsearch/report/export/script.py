@@ -69,9 +69,8 @@ def _head(file: File) -> str:
 def _mesh(file: File) -> None:
     """``mesh`` and ``share``."""
     plan = file.plan
-    data = (("replicate", plan.data), ("shard", 1)) if file.replicated else (("data", plan.data),)
     inner = [(name, size) for name, size in (("pipeline", plan.pipeline), ("tensor", plan.tensor)) if size > 1]
-    names, shape = (tuple(column) for column in zip(*data, *inner, strict=True))
+    names, shape = (tuple(column) for column in zip(*file.data, *inner, strict=True))
     order = [device for stages in zip(*plan.mesh, strict=True) for row in stages for device in row]
     file.needs("torch", "Tensor", "nn")
     file.needs("functools", "cache")
@@ -83,10 +82,14 @@ def _mesh(file: File) -> None:
         file.needs("", "torch")
         body = f"    ranks = torch.tensor({order}).reshape{shape}\n"
         body += f'    return DeviceMesh("{file.device}", ranks, mesh_dim_names={literal(names)})'
+    (outer, _), *parts = file.data
+    own = f'mesh().get_local_rank("{outer}")'
+    for name, size in parts:
+        own += f' * {size} + mesh().get_local_rank("{name}")' if size > 1 else ""
     file.functions += [
         f'@cache\ndef mesh() -> DeviceMesh:\n    """All ranks."""\n{body}',
         'def share(batch: Tensor) -> Tensor:\n    """This rank\'s samples of a global batch."""\n'
-        f'    return batch.chunk({plan.data})[mesh().get_local_rank("{file.data}")]',
+        f"    return batch.chunk({plan.data})[{own}]",
     ]
 
 
@@ -111,6 +114,9 @@ def _microbatches(file: File) -> None:
         else:
             body = [f"model.set_requires_gradient_sync(k == {count - 1})", *body]
         body.insert(0, "# Gradients are exchanged once, after the last microbatch.")
+    elif file.plan.shards < file.plan.data:
+        body.insert(0, f"model.set_requires_all_reduce(k == {count - 1})")
+        body.insert(0, "# Those that have the same shard exchange its gradients once, after the last microbatch.")
     file.needs("", "torch")
     file.functions.append(
         f"def forward_backward(\n    {takes}\n) -> Tensor:\n"
