@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flexsearch.cli.common import stdout
 from flexsearch.graph import OperatorGraph
 from flexsearch.report.schedules import bars, draw_schedules, makespan
 from flexsearch.search.hybrid import Layout, simulate_layout
@@ -82,7 +83,7 @@ def test_the_first_answer_of_the_readme_is_what_the_command_prints(cli: Cli, mon
     pattern = r"`flexsearch (optimize [^`]* -b \d+)` prints[^\n]*\n\n((?:    [^\n]*\n|\n)+)"
     found = re.search(pattern, README.read_text())
     assert found
-    monkeypatch.setenv("COLUMNS", "84")
+    monkeypatch.setattr(stdout, "width", 84)
     ran = cli(*found[1].split())
     assert ran.code == 0, ran.err
     printed = [untimed(text) for text in (ran.out, re.sub(r"(?m)^    ", "", found[2]))]
