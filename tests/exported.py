@@ -207,8 +207,8 @@ def layout(
     configs = {}
     for i, config in enumerate(inside_group(graph, cluster, tensor)):
         own = config.on(groups[stage_of[i]][d] for d in config.devices)
-        kept = {"states": states, "sharded_over": over} if has_weights(graph, i) else {}
-        configs[graph.operators[i].name] = replace(own, **kept)
+        kept, shards = (states, over) if has_weights(graph, i) else (States.WHOLE, 0)
+        configs[graph.operators[i].name] = replace(own, states=kept, sharded_over=shards)
     return Strategy.make(
         graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // data),
         microbatches=microbatches, schedule=schedule,
