@@ -197,6 +197,45 @@ def test_what_links_carry_at_least_is_known_before_there_are_rows(name: str) -> 
                 assert (4 * least >= carried).all() and least.max() > 0
 
 
+def test_of_what_carries_too_much_no_more_templates_are_made_than_show_it() -> None:
+    graph, topology = transformer(), Topology.load("ethernet-1g-4")
+    plain = tuple(make_config(op, {}, [0]) for op in graph.operators)
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), plain)
+    operators = list(range(1, len(plain) - 1))
+    numbers = [simulator.templates.config(i, make_config(graph.operators[i], {}, [i % 4])) for i in operators]
+    reshards, counts = simulator.templates.tables.used.reshards, []
+    for limit in (6e-4, 6e-4, float("inf")):  # more than any device computes, less than links carry
+        simulator.attempt(operators, numbers, limit)
+        counts.append(int(reshards[0]))
+        simulator.reject()
+    assert counts[0] == counts[1] < counts[2]
+
+
+@pytest.mark.parametrize("name", ["two nodes of GPUs", "unequal hosts that move bytes by CPU"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_limit_changes_nothing_but_what_is_above_it(name: str, seed: int) -> None:
+    graph, topology, rng = normed(), TOPOLOGIES[name](), np.random.default_rng(seed)
+    space, costs, options = Space(graph, topology), Costs(graph, topology), Options()
+    configs = space.random_plan(rng)
+    whole, limited = (DeltaSimulator(graph, topology, costs, options, configs) for _ in range(2))
+    late = 0
+    for _ in range(60):
+        new = differences(propose(rng, space, configs)[1], configs)
+        seconds = whole.propose(new)
+        limit = seconds * rng.choice([0.7, 0.98, 1.0, 1.1])
+        numbers = [limited.templates.config(i, config) for i, config in new.items()]
+        assert limited.attempt(list(new), numbers, limit) == (seconds if seconds <= limit else float("inf"))
+        late += seconds > limit
+        if seconds <= min(limit, 1.05 * whole.seconds):
+            whole.accept()
+            limited.accept()
+            configs = whole.configs
+        else:
+            whole.reject()
+            limited.reject()
+    assert 20 < late < 40
+
+
 def test_a_path_that_is_too_long_rejects_before_anything_is_run() -> None:
     graph, topology = mlp(), Topology.load("ethernet-1g-4")
     plain = tuple(make_config(op, {}, [0]) for op in graph.operators)

@@ -179,6 +179,12 @@ def gpt2() -> Setting:
     return Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:1"))
 
 
+def with_memory(setting: Setting, nbytes: int) -> Setting:
+    memory = {"memory_bytes": nbytes, "memory_fraction": 1.0}
+    devices = tuple(d.model_copy(update=memory) for d in setting.topology.devices)
+    return Setting.of(setting.graph, edited(setting.topology, devices=devices))
+
+
 def test_a_pipeline_has_the_best_of_the_numbers_of_microbatches_and_schedules() -> None:
     setting = gpt2()
     found = setting.baseline("pipeline")
@@ -228,9 +234,7 @@ def test_replicas_inside_a_stage_are_no_tensor_parallelism() -> None:
 def test_a_pipeline_that_does_not_fit_computes_again() -> None:
     setting = gpt2()
     kept = setting.step(setting.baseline("pipeline"))
-    memory = {"memory_bytes": kept.fullest.peak - 10**8, "memory_fraction": 1.0}
-    devices = [d.model_copy(update=memory) for d in setting.topology.devices]
-    small = Setting.of(setting.graph, edited(setting.topology, devices=tuple(devices)))
+    small = with_memory(setting, kept.fullest.peak - 10**8)
     found = small.baseline("pipeline")
     assert found.options.recompute != "none" and not small.step(found).missing
 
@@ -331,3 +335,25 @@ def test_a_plan_with_a_better_size_than_the_usual_ones_keeps_it() -> None:
     assert (result.baseline, result.strategy.options.bucket_bytes) == (name, size)
     assert result.simulation.makespan_s == best_s == result.baselines[name].time_s
     assert result.baselines[name].simulation.makespan_s == best_s
+
+
+def test_a_baseline_that_does_not_fit_computes_again_and_search_and_compare_say_the_same() -> None:
+    whole = gpt2()
+    kept = whole.baseline("fsdp")
+    full = kept.options.model_copy(update={"recompute": "full"})
+    again = Strategy.make(whole.graph, whole.topology, kept.configs, full)
+    small = with_memory(whole, (whole.step(kept).fullest.peak + whole.step(again).fullest.peak) // 2)
+    fsdp = small.baseline("fsdp")
+    assert kept.options.recompute == "none" and fsdp.options.recompute != "none" and not small.step(fsdp).missing
+    result = search(small.graph, small.topology, small.costs, proposals=20, processes=1)
+    assert result.feasible and result.strategy.options.recompute == fsdp.options.recompute
+    for name, strategy in small.baselines().items():
+        if name in result.baselines:
+            assert result.baselines[name].strategy.options == strategy.options, name
+            assert result.baselines[name].time_s == small.step(strategy).makespan_s, name
+
+
+def test_what_the_user_says_of_recomputation_stays() -> None:
+    small = with_memory(gpt2(), 10**8)
+    assert small.baseline("fsdp", Options(recompute="attention")).options.recompute == "attention"
+    assert small.baseline("fsdp").options.recompute == "none"  # nothing fits

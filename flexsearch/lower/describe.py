@@ -66,12 +66,10 @@ def rewire(plan: Plan, limit: Any) -> Any:
     if limit < NEVER and _too_busy(plan, limit):  # before templates for its edges are asked for
         return LATE
     wire(plan.wiring, plan.blocks, plan.program, plan.pools, plan.table, proposed, plan.state, change)
-    if change.lacking[0] > ZERO:
-        return LACKING
     for r in range(np.uint64(proposed.load.shape[0])):
-        if proposed.load[r] > limit:
+        if proposed.load[r] > limit:  # without what is lacking
             return LATE
-    return DONE
+    return DONE if change.lacking[0] == ZERO else LACKING
 
 
 @lean

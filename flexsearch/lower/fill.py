@@ -34,28 +34,27 @@ from flexsearch.lower.keys import (
 from flexsearch.lower.moves import GIVEN, SHARED
 from flexsearch.lower.orbits import place_of
 from flexsearch.lower.planner import store
-from flexsearch.lower.requested import plan_all, request, request_reshards
+from flexsearch.lower.requested import plan_all, request, request_reshard
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, need_of
+from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, charge, need_of
 from flexsearch.strategy import OVER_ALL
 
-ALL, NO_ROOM, IN_PYTHON = range(3)
-"""What came of ``fill``: all was added; there was no room (then it can go on where it was); a buffer is left whose
-readers want different layouts, which Python must add."""
+ALL, NO_ROOM, IN_PYTHON, OVER = range(4)
+"""What came of ``fill``: all was added; there was no room; a buffer is left whose readers want different layouts, which
+Python must add; some link has more to carry than was allowed, so the rest is of no interest."""
 _OVER_ALL = np.uint64(OVER_ALL)
 RECEIVERS = np.uint64(11)
 """First bit of the receivers in a key of a bucket, behind form and dtype."""
 
 
 @lean
-def fill(tables: TemplateTables, wiring: Wiring, program: Program, state: State, change: Change) -> Any:
-    """Add what ``change`` says is missing for the plan ``state``. Anything of it may be there already."""
-    request_reshards(tables, change)
-    if not plan_all(tables):
-        return NO_ROOM
+def fill(tables: TemplateTables, wiring: Wiring, program: Program, state: State, change: Change, limit: Any) -> Any:
+    """Add what ``change`` says is missing for the plan ``state``, which is to be undone afterwards: what is added is
+    charged to its links, until one has more than ``limit`` ticks to carry. Anything of it may be there already."""
     left = ALL
     for k in range(change.lacking[0]):
         kind, a, b = change.missing[k, 0], change.missing[k, 1], change.missing[k, 2]
+        template, alone = ZERO, True
         if is_full(tables.keys):
             return NO_ROOM
         if kind == np.uint64(WEIGHT):
@@ -63,8 +62,20 @@ def fill(tables: TemplateTables, wiring: Wiring, program: Program, state: State,
                 return NO_ROOM
             if tables.weight.planned[0] == 0 and not (plan_all(tables) and finish_weight(tables)):
                 return NO_ROOM
-        elif kind == np.uint64(HELD) and not keep(tables, wiring, state, a):
-            left = IN_PYTHON
+            weight = np.uint64(find(tables.keys, PLAN, tables.weight.node[0], ZERO))
+            template, alone = np.uint64(tables.pools.plan_sync[weight]), False
+        elif kind == np.uint64(HELD):
+            if not keep(tables, wiring, state, a):
+                left = IN_PYTHON
+        else:
+            request_reshard(tables, kind, a, b)
+            if not plan_all(tables):
+                return NO_ROOM
+            template = np.uint64(find(tables.keys, kind, a, b))
+        charge(tables.pools, state, ZERO, template, alone)
+        for r in range(np.uint64(state.load.shape[0])):
+            if state.load[r] > limit:
+                return OVER
     return left
 
 

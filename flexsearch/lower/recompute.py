@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import groupby, pairwise
-from typing import Final
+from typing import Final, get_args
 
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
@@ -48,6 +49,15 @@ def regions_of(
             f"graph {graph.name!r} has no {what} that could be computed again",
             'Use recompute "none"' + (' or "full".' if recompute == "attention" else "."),
         )
+    return regions
+
+
+def recomputations(graph: OperatorGraph) -> dict[Recompute, list[int]]:
+    """What can be computed again in a graph: by kind, the regions of a plan of one stage."""
+    regions: dict[Recompute, list[int]] = {}
+    for recompute in get_args(Recompute):
+        with suppress(StrategyError):
+            regions[recompute] = regions_of(graph, recompute, [0] * len(graph.operators))
     return regions
 
 

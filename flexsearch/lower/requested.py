@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import ONE, ZERO, lean
-from flexsearch.lower.change import Change
 from flexsearch.lower.exchanges import append
 from flexsearch.lower.footprints import append_landing
 from flexsearch.lower.interned import Side, rank_of, write_side
-from flexsearch.lower.keys import MISSING, RESHARD, WEIGHT, find, is_full, put
+from flexsearch.lower.keys import MISSING, RESHARD, find, is_full, put
 from flexsearch.lower.moves import FREE, GIVEN, SHARED
 from flexsearch.lower.planner import plan
 from flexsearch.lower.tables import TemplateTables
@@ -19,15 +18,11 @@ from flexsearch.lower.workspace import FIRST, FULL, LAST
 
 
 @lean
-def request_reshards(tables: TemplateTables, change: Change) -> None:
-    """Request the reshards that ``change`` says are missing."""
+def request_reshard(tables: TemplateTables, kind: Any, source: Any, destination: Any) -> None:
+    """Request the reshard of a key, alone."""
     requests = tables.requests
     requests.size[0] = requests.size[1] = ZERO
-    for k in range(change.lacking[0]):
-        kind = change.missing[k, 0]
-        if np.uint64(RESHARD) <= kind < np.uint64(WEIGHT):
-            itemsize = np.int64(1) << np.int64(kind - np.uint64(RESHARD))
-            request(tables, kind, change.missing[k, 1], change.missing[k, 2], FREE, itemsize)
+    request(tables, kind, source, destination, FREE, np.int64(1) << np.int64(kind - np.uint64(RESHARD)))
 
 
 @lean

@@ -30,6 +30,7 @@ from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.program import make_wiring
 from flexsearch.lower.requested import plan_all
+from flexsearch.lower.rows import NEVER
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
@@ -315,7 +316,7 @@ class Templates:
 
     def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
         """Add what ``change`` says is missing for the plan ``state``."""
-        while (left := int(_fill(self.tables, wiring, program, state, change))) == NO_ROOM:
+        while (left := int(_fill(self.tables, wiring, program, state, change, np.int64(NEVER)))) == NO_ROOM:
             self.make_room()
         if left == IN_PYTHON:
             rows = change.missing[: int(change.lacking[0])]

@@ -62,7 +62,8 @@ def wire(
     """Update edges and weights around the operators whose configs in ``state`` are not those in ``before``, and mark
     the blocks whose rows change.
 
-    If ``change.lacking[0]`` is not 0 afterwards, templates were missing and ``state`` is to be undone.
+    If ``change.lacking[0]`` is not 0 afterwards, templates were missing (they count as empty) and ``state`` is to be
+    undone.
     """
     for k in range(ZERO, np.uint64(change.number[0])):
         i = np.uint64(change.operator[k])
@@ -129,7 +130,7 @@ def _leading(program: Program, state: State, slots: U32, first: Any, k: Any, nee
 
 
 @lean
-def _charge(pools: Pools, state: State, old: Any, new: Any, alone: Any) -> None:
+def charge(pools: Pools, state: State, old: Any, new: Any, alone: Any) -> None:
     """Account for a reshard that takes the place of another. ``alone``: its exchanges are communications of their own;
     else they may go together with others."""
     for template, sign in ((old, -1), (new, 1)):
@@ -170,15 +171,9 @@ def _wire_tensor(
         forward = backward = np.uint32(0)
         if leader == slot:
             if program.flows[slot] != GRADIENT:
-                forward = find(table, tag, written, need)
-                if forward == MISSING:
-                    miss(change, tag, written, need)
+                forward = _reshard(table, change, tag, written, need)
             if program.flows[slot] != VALUE:
-                backward = find(table, tag, need, written)
-                if backward == MISSING:
-                    miss(change, tag, need, written)
-            if forward == MISSING or backward == MISSING:
-                continue
+                backward = _reshard(table, change, tag, need, written)
         _set(blocks, pools, state, before, change, slot, forward, backward)
     for k in range(np.uint64(wiring.result_first[t]), np.uint64(wiring.result_last[t])):
         slot = np.uint64(wiring.result_slot[k])
@@ -186,13 +181,18 @@ def _wire_tensor(
         need = wiring.result_need[k]
         if wiring.result_buffer[k] != ALWAYS:
             need = _kept(wiring, pools, table, state, change, np.uint64(wiring.result_buffer[k]))
-            if need == MISSING:
-                continue
-        forward = find(table, tag, written, need)
-        if forward == MISSING:
-            miss(change, tag, written, need)
-            continue
+        forward = _reshard(table, change, tag, written, need) if need != MISSING else np.uint32(0)
         _set(blocks, pools, state, before, change, slot, forward, np.uint32(0))
+
+
+@lean
+def _reshard(table: Table, change: Change, tag: Any, source: Any, destination: Any) -> Any:
+    """The reshard between two layouts; if it is missing the empty one, so that loads are too low and not too high."""
+    reshard = find(table, tag, source, destination)
+    if reshard == MISSING:
+        miss(change, tag, source, destination)
+        reshard = np.uint32(0)
+    return reshard
 
 
 @lean
@@ -204,9 +204,9 @@ def _set(
     old, back = np.uint64(state.forward[slot]), np.uint64(state.backward[slot])
     if old != np.uint64(forward) or back != np.uint64(backward):
         if old != np.uint64(forward):
-            _charge(pools, state, old, np.uint64(forward), True)
+            charge(pools, state, old, np.uint64(forward), True)
         if back != np.uint64(backward):
-            _charge(pools, state, back, np.uint64(backward), True)
+            charge(pools, state, back, np.uint64(backward), True)
         state.forward[slot] = forward
         state.backward[slot] = backward
     if forward != before.forward[slot] or state.leader[slot] != before.leader[slot]:
@@ -263,22 +263,22 @@ def _wire_weight(
         if leader == slot and node != MISSING:
             node = find(table, STEP, node, np.uint64(need) * FLOWS + np.uint64(program.flows[slot]))
     plan = find(table, PLAN, node, ZERO) if node != MISSING else MISSING
-    if plan == MISSING:
-        miss(change, WEIGHT, w, sharding)
-        return
     p, old = np.uint64(plan), np.uint64(state.plan[w])
+    if plan == MISSING:  # as in ``_reshard``
+        miss(change, WEIGHT, w, sharding)
+        p = ZERO
     at = np.uint64(pools.plan_gather[p])
     once = blocks.gather_once_of[w] != NOTHING and pools.plan_sharding[p] < _WEIGHTS
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         gather = np.uint32(0)
-        if state.leader[slot] == slot:
+        if state.leader[slot] == slot and p > ZERO:
             gather = pools.gather[at]
             at += ONE
         kept = gather if once else np.uint32(0)
         gather = np.uint32(0) if once else gather
-        _charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather), False)
-        _charge(pools, state, np.uint64(state.kept[slot]), np.uint64(kept), False)
+        charge(pools, state, np.uint64(state.forward[slot]), np.uint64(gather), False)
+        charge(pools, state, np.uint64(state.kept[slot]), np.uint64(kept), False)
         state.forward[slot], state.kept[slot] = gather, kept
         led = state.leader[slot] != before.leader[slot]
         if gather != before.forward[slot] or led:
@@ -309,5 +309,5 @@ def _replace(blocks: BlockTable, pools: Pools, state: State, change: Change, w: 
         for k in range(np.uint64(pools.store_first[new]), np.uint64(pools.store_last[new])):
             state.stored_bytes[np.uint64(pools.store_device[k])] += pools.store_bytes[k]
             state.stored_count[np.uint64(pools.store_device[k])] += ONE
-    _charge(pools, state, before, after, False)
+    charge(pools, state, before, after, False)
     state.plan[w] = new

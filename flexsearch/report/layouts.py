@@ -80,10 +80,15 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
 def _option_words(options: Options) -> list[str]:
     wide = " and gradients" if options.gradients == "float32" else ""
     words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters{wide}"]
-    if options.recompute != "none":
-        what = "everything" if options.recompute == "full" else options.recompute
-        words.append(f"recompute {what}{_where(options.recompute_blocks)}")
-    return words
+    return words + recompute_words(options)
+
+
+def recompute_words(options: Options) -> list[str]:
+    """What is computed again in the backward pass; nothing: an empty list."""
+    if options.recompute == "none":
+        return []
+    what = "everything" if options.recompute == "full" else options.recompute
+    return [f"recompute {what}{_where(options.recompute_blocks)}"]
 
 
 def _where(blocks: Blocks | None) -> str:

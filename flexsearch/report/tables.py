@@ -11,6 +11,7 @@ from typing import Any
 from flexsearch.lower import Communication, Lowered
 from flexsearch.lower.view import links_of
 from flexsearch.report.grid import Column, Grid
+from flexsearch.report.layouts import recompute_words
 from flexsearch.report.uncertainty import INTERVAL, time_words
 from flexsearch.report.units import nbytes, percent, ratio
 from flexsearch.report.words import tensor_words
@@ -100,7 +101,7 @@ def plan_table(
     best = min((r["iteration_s"] for r in values if r["fits"]), default=None)
     for row, one in zip(rows, values, strict=True):
         peak = nbytes(one["peak_bytes"])
-        remarks = [one["dominates"], one["note"]]
+        remarks = [one["dominates"], one["note"], *recompute_words(row.lowered.options)]
         if row.shortfall:
             device, missing = max(row.shortfall, key=lambda pair: pair[1])
             peak += " !"

@@ -22,7 +22,7 @@ from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResu
 from flexsearch.search.simpler import simpler
 from flexsearch.search.space import Rule
 from flexsearch.search.starts import GIVEN, in_order
-from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, whole_seconds
+from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, fitted, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
@@ -132,8 +132,8 @@ class Run:
                 continue
             best = best_options(plans[name], tried if name == GIVEN else tried[: len(self.standard)])
             if name != GIVEN:
-                self.tuned[name] = best
-                self.outcomes[name] = self._outcome(best, lowering)
+                self.tuned[name] = fitted(best, self.evaluate)
+                self.outcomes[name] = self._outcome(self.tuned[name], lowering)
             if not self.history or better(best.evaluation, self.best.evaluation):
                 self.options = best.options
                 self._improve(0, Plan(best.configs, best.evaluation), name, "")
@@ -254,7 +254,8 @@ class Run:
         aside for it. A plan that differs from a baseline in its options only is that baseline."""
         best_name, baseline = min(self.tuned.items(), key=lambda item: by_rank(item[1].evaluation))
         same = [name for name, plan in self.tuned.items() if plan.configs == self.best.configs]
-        name = best_name if best_name in same else next(iter(same), "")
+        fits_alone = baseline.evaluation.feasible and not self.best.evaluation.feasible  # by computing again
+        name = best_name if best_name in same or fits_alone else next(iter(same), "")
         aside = None
         if not name:
             limit = nextafter(baseline.evaluation.cost, 0.0) if baseline.evaluation.feasible else inf

@@ -1,5 +1,5 @@
-"""How a hand-written plan gets its bucket size and microbatches: the way an expert sets them, by trying a few and
-keeping the best.
+"""How a hand-written plan gets its bucket size, its microbatches and, where memory is short, its recomputation: the way
+an expert sets them, by trying a few and keeping the best.
 
 This is the only place where baselines are tuned, so a baseline takes the same time in ``optimize``, ``compare``,
 ``diff``, ``simulate --baseline`` and in Python. The sizes are those of ``BUCKETS`` and one bucket for all gradients;
@@ -17,6 +17,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph, whole_piece
 from flexsearch.lower import Lowering
+from flexsearch.lower.recompute import recomputations
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, by_rank
 from flexsearch.simulate.variants import Outcome, Plan, Variants
 from flexsearch.strategy import Options, States, Strategy
@@ -94,7 +95,25 @@ def tuned_plans(
     table: dict[str, list[tuple[Options, Evaluation]]] = {name: [] for name in plans}
     for name, choice, evaluation in evaluations(evaluate, configs, candidates(evaluate.lowering, options)):
         table[name].append((choice, evaluation))
-    return {name: best_options(configs[name], tried) for name, tried in table.items()}
+    return {name: fitted(best_options(configs[name], tried), evaluate) for name, tried in table.items()}
+
+
+def fitted(plan: Tuned, evaluate: Evaluator) -> Tuned:
+    """A plan of one stage that lacks memory with the recomputation, or the weights gathered again, with which it fits;
+    the fastest of these. As it is if it fits or none does, or if its options say already what is computed again."""
+    if plan.evaluation.feasible or plan.options.recompute != "none":
+        return plan
+    gathers = any(config.states == States.WEIGHTS for config in plan.configs)
+    choices = [
+        plan.options.model_copy(update={"recompute": recompute, "reshard_after_forward": again})
+        for again in dict.fromkeys((plan.options.reshard_after_forward, gathers))
+        for recompute in recomputations(evaluate.graph)
+    ]
+    before = evaluate.options
+    tried = [(choice, cost) for _, choice, cost in evaluations(evaluate, {"": plan.configs}, choices[1:])]
+    evaluate.use(before)
+    best = best_options(plan.configs, tried)
+    return best if best.evaluation.feasible else plan
 
 
 def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:

@@ -9,7 +9,7 @@ import numpy as np
 from flexsearch.compiled import lean
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, rewire, write
 from flexsearch.lower.describe import LATE as TOO_BUSY
-from flexsearch.lower.fill import ALL, fill
+from flexsearch.lower.fill import ALL, OVER, fill
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.simulate.engine_delta import propose
 from flexsearch.simulate.engine_state import State
@@ -25,7 +25,12 @@ def attempt(plan: Plan, engine: State, tables: TemplateTables, limit: Any) -> An
     said yet, minus the reason: LACKING (templates that Python must add), FULL (no room for rows) or ENGINE. Whatever is
     returned, rows and engine hold the proposal afterwards, to be kept or dropped."""
     status = rewire(plan, limit)
-    while status == LACKING and fill(tables, plan.wiring, plan.program, plan.proposed, plan.change) == ALL:
+    while status == LACKING:
+        left = fill(tables, plan.wiring, plan.program, plan.proposed, plan.change, limit)
+        if left == OVER:
+            return np.int64(LATE)
+        if left != ALL:
+            return -np.int64(LACKING)
         drop(plan)
         status = rewire(plan, limit)
     if status == DONE:

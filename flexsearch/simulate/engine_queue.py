@@ -72,11 +72,9 @@ def drop_first(state: State) -> None:
         if below >= size:
             break
         right = below + ONE
-        if right < size and (
-            queue.ready[right] < queue.ready[below]
-            or (queue.ready[right] == queue.ready[below] and queue.identity[right] < queue.identity[below])
-        ):
-            below = right
+        if right < size:  # without a branch that depends on which is first: half of the guesses would be wrong
+            one, other = queue.ready[below], queue.ready[right]
+            below += np.uint64((other < one) | ((other == one) & (queue.identity[right] < queue.identity[below])))
         if ready < queue.ready[below] or (ready == queue.ready[below] and identity < queue.identity[below]):
             break
         queue.ready[at], queue.identity[at] = queue.ready[below], queue.identity[below]

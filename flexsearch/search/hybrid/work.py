@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, prod
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,11 @@ import numpy.typing as npt
 from flexsearch.cost import Costs, Profile
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.updates import bytes_in_training
-from flexsearch.errors import NotationError, StrategyError
+from flexsearch.errors import NotationError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.ops import saved_tensors
-from flexsearch.lower.recompute import NO_REGION, regions_of
+from flexsearch.lower.recompute import NO_REGION, recomputations
 from flexsearch.strategy import OperatorConfig, Options
 from flexsearch.strategy.baselines import inside_group
 from flexsearch.strategy.records import Recompute
@@ -90,13 +90,7 @@ class Works:
     @cached_property
     def regions(self) -> dict[Recompute, list[int]]:
         """By setting, the region of each operator; without settings by which nothing could be computed again."""
-        regions: dict[Recompute, list[int]] = {}
-        for recompute in get_args(Recompute):
-            try:
-                regions[recompute] = regions_of(self.graph, recompute, [0] * self.count)
-            except StrategyError:
-                continue
-        return regions
+        return recomputations(self.graph)
 
     @cached_property
     def wider(self) -> float:
