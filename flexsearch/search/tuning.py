@@ -112,7 +112,7 @@ def fitted(plan: Tuned, evaluate: Evaluator) -> Tuned:
     before = evaluate.options
     tried = [(choice, cost) for _, choice, cost in evaluations(evaluate, {"": plan.configs}, choices[1:])]
     evaluate.use(before)
-    best = best_options(plan.configs, tried)
+    best = best_options(plan.configs, [(plan.options, plan.evaluation), *tried])
     return best if best.evaluation.feasible else plan
 
 
