@@ -378,7 +378,8 @@ def test_simple_draws_are_blocks_of_neighbours_and_the_simplest_split_samples_on
     assert split > 20 and (uneven > 0) == (devices <= FEW)
 
 
-def test_the_shortfall_guides_it_to_a_plan_that_fits() -> None:
+def test_the_shortfall_guides_it_to_a_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_search, "fitted", lambda plan, evaluate: plan)  # no baseline fits by gathering twice
     graph = mlp(batch=2048, width=512, layers=4)
     free = find(graph, ethernet(4), 1)
     limit = min(max(o.simulation.peak_bytes) for o in free.baselines.values()) * 95 // 100  # less than any baseline
