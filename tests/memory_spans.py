@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flexsearch.lower import Lowered
-from flexsearch.simulate.memory import PARTS, Part, _account, _with_spans
+from flexsearch.cost import Costs
+from flexsearch.graph import OperatorGraph
+from flexsearch.lower import Lowered, lower_for_ranks
+from flexsearch.simulate.memory import PARTS, Part, _account, _with_spans, memory
 from flexsearch.simulate.recipe_memory import recipe_spans
 from flexsearch.simulate.spans import CAST
+from flexsearch.strategy import Strategy
 
 
 class Span(NamedTuple):
@@ -30,3 +33,14 @@ def spans_of(lowered: Lowered) -> list[Span]:
     columns = (spans.device, spans.first, spans.last, spans.nbytes, spans.part)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [Span(d, first, last, nbytes, PARTS[part % 8], part >= CAST) for d, first, last, nbytes, part in rows]
+
+
+def peaks_within_a_step(graph: OperatorGraph, plan: Strategy) -> list[int]:
+    """Peak by rank of all that is not there all the time."""
+    lowered = lower_for_ranks(graph, plan, plan.cluster, Costs(graph, plan.cluster))
+    peaks, spans = [m.peak for m in memory(lowered)], spans_of(lowered)
+    end = max(span.last for span in spans)
+    for span in spans:
+        if (span.first, span.last) == (0, end):
+            peaks[span.device] -= span.nbytes
+    return peaks

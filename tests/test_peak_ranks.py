@@ -34,7 +34,7 @@ from flexsearch.strategy.files import StrategyFile
 from flexsearch.strategy.stage import Stage
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import with_memory
-from tests.memory_spans import spans_of
+from tests.memory_spans import peaks_within_a_step
 from tests.ranks import pool
 from tests.staged_plans import Deep, tokens_loss
 
@@ -70,18 +70,6 @@ def _measured(name: str, imported: Imported, file: str) -> int:
     return live.peak
 
 
-def _predicted(imported: Imported, plan: Strategy) -> list[int]:
-    """Peak by rank of all that is not there all the time."""
-    lowered = lower_for_ranks(imported.graph, plan, plan.cluster, Costs(imported.graph, plan.cluster))
-    peaks = [m.peak for m in memory(lowered)]
-    spans = spans_of(lowered)
-    end = max(span.last for span in spans)
-    for span in spans:
-        if (span.first, span.last) == (0, end):
-            peaks[span.device] -= span.nbytes
-    return peaks
-
-
 @pytest.mark.parametrize(
     ("name", "error"),
     [("single", 0.02), ("data-parallel", 0.02), ("fsdp", 0.09), ("megatron", 0.08), ("placement", 0.08)],
@@ -90,7 +78,7 @@ def test_peak_within_a_step_is_near_the_predicted_one(name: str, error: float) -
     imported = _imported("decoder")
     plan = baseline(name, imported.graph, Topology.load("ethernet-1g:2"))
     measured = pool(2).run(_measured, "decoder", imported, plan.to_file().model_dump_json())
-    assert measured == pytest.approx(_predicted(imported, plan), rel=error)
+    assert measured == pytest.approx(peaks_within_a_step(imported.graph, plan), rel=error)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +162,7 @@ def test_what_a_stage_reads_through_views_goes_with_them() -> None:
     configs = baseline("single", imported.graph, cluster).configs
     plan = Strategy.make(imported.graph, cluster, configs, stages=stages)
     (measured,) = pool(1).run(_measured, "decoder", imported, plan.to_file().model_dump_json())
-    assert measured == pytest.approx(_predicted(imported, plan)[0], rel=0.02)
+    assert measured == pytest.approx(peaks_within_a_step(imported.graph, plan)[0], rel=0.02)
 
 
 def test_what_each_microbatch_receives_is_counted_beside_weights_that_are_gathered_once() -> None:
@@ -202,7 +190,7 @@ def test_gradients_of_a_later_microbatch_are_added_one_by_one() -> None:
     whole = baseline("single", imported.graph, cluster)
     plan = Strategy.make(imported.graph, cluster, whole.configs, microbatches=4)
     measured = pool(1).run(_measured, "mlp", imported, plan.to_file().model_dump_json())
-    assert measured == pytest.approx(_predicted(imported, plan), rel=0.05)
+    assert measured == pytest.approx(peaks_within_a_step(imported.graph, plan), rel=0.05)
 
 
 def _read(imported: Imported, file: str) -> tuple[int, int]:

@@ -12,17 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexsearch.cost import Costs
 from flexsearch.graph.importer import Imported, import_with_constants
-from flexsearch.lower import lower_for_ranks
 from flexsearch.runtime.engine import Engine
 from flexsearch.runtime.instructions import Instruction
 from flexsearch.runtime.live_bytes import LiveBytes
 from flexsearch.runtime.parallel import Parallel, distribute
-from flexsearch.simulate.memory import memory
 from flexsearch.strategy import States, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
-from tests.memory_spans import spans_of
+from tests.memory_spans import peaks_within_a_step
 from tests.random_strategies import TYPES
 from tests.ranks import cluster, pool
 from tests.staged_plans import deep, staged_plan, tokens_loss
@@ -162,24 +159,13 @@ def _peak(name: str, imported: Imported, file: str) -> int:
     return int(live.peak)
 
 
-def _predicted(imported: Imported, plan: Strategy) -> list[int]:
-    """Peak by rank of all that is not there all the time."""
-    lowered = lower_for_ranks(imported.graph, plan, plan.cluster, Costs(imported.graph, plan.cluster))
-    peaks, spans = [m.peak for m in memory(lowered)], spans_of(lowered)
-    end = max(span.last for span in spans)
-    for span in spans:
-        if (span.first, span.last) == (0, end):
-            peaks[span.device] -= span.nbytes
-    return peaks
-
-
 @pytest.mark.parametrize(
     ("which", "ranks", "microbatches", "error"),
     [("single", 1, 4, 0.05), ("data-parallel", 2, 1, 0.001), ("fsdp", 2, 1, 0.001), ("fsdp", 2, 4, 0.01)],
 )
 def test_ranks_hold_what_the_account_says(which: str, ranks: int, microbatches: int, error: float) -> None:
     imported, plan = _imported("layers"), _plan("layers", which, ranks, "wide", microbatches)
-    expected = _predicted(imported, plan)
+    expected = peaks_within_a_step(imported.graph, plan)
     if which == "single":  # what operators read of weights, which goes before gradients are sent elsewhere
         expected[0] += 2 * sum(prod(tensor.shape) for tensor in imported.graph.of_kind("parameter"))
     measured = pool(ranks).run(_peak, "layers", imported, plan.to_file().model_dump_json())
