@@ -109,9 +109,10 @@ def diff(
         difference = setting.difference(first, second, (str(a), str(b)))
         if isinstance(difference, LayoutComparison):
             data, parts = layout_comparison_data(setting.graph, difference), layout_comparison(difference)
+            one, other = difference.a.step.estimate, difference.b.step.estimate
         else:
             data, parts = comparison_data(difference), comparison(difference)
-        one, other = (setting.step(plan).estimate for plan in (first, second))
+            one, other = difference.a.simulation.estimate, difference.b.simulation.estimate
     data |= {"intervals_s": [one.interval_s, other.interval_s], "apart_s": one.apart(other)}
 
     def say() -> None:

@@ -138,8 +138,8 @@ class CompareOptions:
 def compare(options: CompareOptions) -> None:
     """Compare the baselines and any strategy files under the simulator.
 
-    Each baseline gets the bucket size that suits it best, and a pipeline the microbatches; --save writes one of them,
-    to be run, explained or changed.
+    Each baseline gets the bucket size that suits it best, a pipeline the microbatches, and one that lacks memory what
+    it computes again; --save writes one of them, to be run, explained or changed.
     With a strategy for a shipped graph, GRAPH and --topology may be left out. Where a strategy has stages or
     microbatches, the table has the strategies alone.
     """
