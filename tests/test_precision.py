@@ -364,3 +364,11 @@ def test_the_command_line_plans_with_gradients_in_float32(cli: Cli) -> None:
     for command in (["compare"], ["simulate", "--baseline", "single"], ["optimize", "-b", "1"], ["scale"]):
         done = cli(command[0], "mlp", "-t", "ethernet-1g:2", *command[1:], "--gradients", "float32")
         assert done.code == 2 and "--precision bf16 or fp16" in done.err, done.err
+
+
+def test_graphs_are_compared_after_their_costs_were_asked_for() -> None:
+    one, other, different = transformer(layers=1), transformer(layers=1), transformer(layers=2)
+    for graph in (one, other):
+        Costs(graph, Topology.load("dgx-a100:1"))
+        assert all(op.plain is op for op in graph.operators)
+    assert one == other and one != different

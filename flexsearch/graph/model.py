@@ -139,11 +139,14 @@ class Operator(FileModel):
         half = self.attributes.get(HALF)
         return half if half in ("inputs", "weights") else None  # type: ignore[return-value]
 
-    @cached_property
+    @property
     def plain(self) -> Operator:
         """The operator of which this one is a half: it itself if it is none."""
-        if self.half is None:
-            return self
+        return self if self.half is None else self.halved  # not kept if it is itself: comparing would go in circles
+
+    @cached_property
+    def halved(self) -> Operator:
+        """Of a half, the operator that was divided."""
         fields = {field: getattr(self, field) for field in Operator.model_fields}
         fields["attributes"] = {key: value for key, value in self.attributes.items() if key != HALF}
         if self.half == "inputs":  # without what carries the gradient of the output
