@@ -12,7 +12,7 @@ from flexsearch.cost import Costs
 from flexsearch.cost.ticks import TICK
 from flexsearch.errors import FlexsearchError
 from flexsearch.lower.actions import Action, actions
-from flexsearch.lower.list_schedule import RULES, Found, Listing, Passes, list_schedule, peaks, ticks_of_order
+from flexsearch.lower.list_schedule import RULES, Listing, ListSchedule, Passes, list_schedule, peaks, ticks_of_order
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.stage_passes import stage_passes
 from flexsearch.simulate.delta import DeltaSimulator
@@ -63,7 +63,7 @@ def named(passes: Passes, microbatches: int) -> dict[ScheduleKind, int]:
     return found
 
 
-def simulated(passes: Passes, microbatches: int, found: Found) -> int:
+def simulated(passes: Passes, microbatches: int, found: ListSchedule) -> int:
     """Ticks of an order by the real engine."""
     held = [list(row) for row in passes.held]
     kind = found.kind or "zero-bubble"
@@ -71,7 +71,7 @@ def simulated(passes: Passes, microbatches: int, found: Found) -> int:
     return Pipeline(kind, held, microbatches, *columns, passes.transfer[0], found.orders).run()
 
 
-def check(passes: Passes, microbatches: int, found: Found) -> None:
+def check(passes: Passes, microbatches: int, found: ListSchedule) -> None:
     """Every pass once, microbatches in order on each stage, weight gradients from the last stage on; within limits."""
     for row, stages in zip(found.orders, passes.held, strict=True):
         for stage in stages:
@@ -103,7 +103,7 @@ def test_every_rule_gives_an_order_that_fits(case: tuple[Passes, int]) -> None:
     passes, microbatches = case
     for rule in RULES:
         orders = Listing(passes, microbatches, *rule).orders()
-        check(passes, microbatches, Found(orders, None, 0))
+        check(passes, microbatches, ListSchedule(orders, None, 0))
         assert ticks_of_order(passes, orders) > 0 or not any(passes.forward + passes.inputs + passes.weights)
 
 

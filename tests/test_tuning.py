@@ -357,3 +357,4 @@ def test_what_the_user_says_of_recomputation_stays() -> None:
     small = with_memory(gpt2(), 10**8)
     assert small.baseline("fsdp", Options(recompute="attention")).options.recompute == "attention"
     assert small.baseline("fsdp").options.recompute == "none"  # nothing fits
+    assert small.baseline("pipeline", Options(recompute="attention")).options.recompute == "attention"

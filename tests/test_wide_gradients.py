@@ -32,19 +32,19 @@ def _layers() -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(128, 96), torch.randn(128, 96) + 2.0
 
 
-def _made(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+def _model(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
     model, inputs, targets = _layers() if name == "layers" else deep()
     return model.float(), inputs, targets, nn.functional.mse_loss if name == "layers" else tokens_loss
 
 
 @cache
 def _imported(name: str) -> Imported:
-    model, inputs, targets, loss = _made(name)
+    model, inputs, targets, loss = _model(name)
     return import_with_constants(model, (inputs,), loss, targets=targets)
 
 
 def _distributed(name: str, imported: Imported, file: str) -> tuple[Parallel, Tensor, Tensor]:
-    model, inputs, targets, _ = _made(name)
+    model, inputs, targets, _ = _model(name)
     return distribute(model, imported, Strategy.from_file(StrategyFile.model_validate_json(file))), inputs, targets
 
 
@@ -74,7 +74,7 @@ def _check_types(engine: Engine, _: Instruction, action: Callable[[], None]) -> 
 
 def _of_one_device() -> dict[str, Tensor]:
     """Gradients of the layers in plain PyTorch."""
-    model, inputs, targets, loss = _made("layers")
+    model, inputs, targets, loss = _model("layers")
     loss(model.double()(inputs.double()), targets.double()).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

@@ -15,8 +15,8 @@ from flexsearch.graph.files import (
     Leaves,
     Record,
     expand,
-    leaf_known,
-    output_known,
+    leaf_metadata,
+    output_metadata,
     output_names,
     sizes_from_inputs,
     usual_role,
@@ -69,7 +69,7 @@ class _Writer:
             self.updated = {}
         self.written: set[str] = set()
         self.metadata = {
-            t.name: leaf_known(t.kind, t.shape, t.dtype, self._samples(t))
+            t.name: leaf_metadata(t.kind, t.shape, t.dtype, self._samples(t))
             for t in graph.tensors
             if t.kind != "activation"
         }
@@ -119,7 +119,7 @@ class _Writer:
         dtypes = tuple(self.graph.tensor[name].dtype for name in op.outputs)
         weight = all(x.weight for x in inputs)
         for name, operand, dtype in zip(op.outputs, access.outputs, dtypes, strict=True):
-            self.metadata[name] = output_known(operand, dtype, op.sizes, op.roles, weight)
+            self.metadata[name] = output_metadata(operand, dtype, op.sizes, op.roles, weight)
         updates = tuple(self.updated.get(name, "") for name in op.outputs)
         updates = () if "" in updates else updates
         self.written.update(updates)

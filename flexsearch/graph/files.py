@@ -110,7 +110,7 @@ class GraphFile(FileModel):
     tracing: Tracing = Tracing()
 
 
-class Known(NamedTuple):
+class Metadata(NamedTuple):
     """What is known of a tensor while a file is read or written, in the order of its operators.
 
     ``sample``: for each dimension, whether it runs over the batch. ``weight``: made of nothing but parameters, buffers
@@ -127,10 +127,10 @@ SECTIONS: Final = (("inputs", "input"), ("parameters", "parameter"), ("buffers",
 """Lists of a file, and the kind of their tensors."""
 
 
-def leaf_known(kind: str, shape: tuple[int, ...], dtype: str, sample: bool) -> Known:
+def leaf_metadata(kind: str, shape: tuple[int, ...], dtype: str, sample: bool) -> Metadata:
     """A tensor that exists before the step."""
     first = sample and kind == "input"
-    return Known(shape, dtype, tuple(first and k == 0 for k in range(len(shape))), kind != "input")
+    return Metadata(shape, dtype, tuple(first and k == 0 for k in range(len(shape))), kind != "input")
 
 
 def sizes_from_inputs(access: Access, shapes: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -151,7 +151,7 @@ def sizes_from_inputs(access: Access, shapes: Sequence[Sequence[int]], sizes: Ma
     return result
 
 
-def usual_role(axis: str, access: Access, inputs: Sequence[Known]) -> Role:
+def usual_role(axis: str, access: Access, inputs: Sequence[Metadata]) -> Role:
     """The role of an axis that a file does not name: sample if it runs over the batch, reduction if it is summed away,
     parameter if it indexes a weight of a contraction, else attribute."""
     weight = False
@@ -165,12 +165,13 @@ def usual_role(axis: str, access: Access, inputs: Sequence[Known]) -> Role:
     return "parameter" if weight and access.summed else "attribute"
 
 
-def output_known(
+def output_metadata(
     operand: Operand, dtype: str, sizes: Mapping[str, int], roles: Mapping[str, str], weight: bool
-) -> Known:
+) -> Metadata:
     """An output: a dimension is the product of its axes, which is 1 where it has none."""
     shape = tuple(prod(sizes[axis] for axis in d.axes) for d in operand.dimensions)
-    return Known(shape, dtype, tuple(bool(d.axes) and roles[d.axes[0]] == "sample" for d in operand.dimensions), weight)
+    sample = tuple(bool(d.axes) and roles[d.axes[0]] == "sample" for d in operand.dimensions)
+    return Metadata(shape, dtype, sample, weight)
 
 
 class _Reader:
@@ -178,11 +179,11 @@ class _Reader:
 
     def __init__(self, file: GraphFile, where: str) -> None:
         self.file, self.where = file, where
-        self.metadata: dict[str, Known] = {}
+        self.metadata: dict[str, Metadata] = {}
         self.tensors: list[Tensor] = []
         self.operators: list[Operator] = []
         self.updates: dict[str, str] = {}
-        self.derived: dict[tuple[int, tuple[Known, ...]], tuple[tuple[Axis, ...], tuple[Known, ...]]] = {}
+        self.derived: dict[tuple[int, tuple[Metadata, ...]], tuple[tuple[Axis, ...], tuple[Metadata, ...]]] = {}
         """Axes and outputs of a record for these inputs: the same in almost all repetitions."""
 
     def error(self, place: Sequence[str | int], problem: str) -> FileFormatError:
@@ -248,9 +249,11 @@ class _Reader:
                 raise self.error((*place, field), f"only {owner}s have this field")
         floating = leaf.dtype.startswith(("float", "bfloat", "complex"))
         trained = kind == "parameter" and (floating if leaf.requires_grad is None else leaf.requires_grad)
-        self._tensor(place, name, kind, leaf_known(kind, leaf.shape, leaf.dtype, leaf.sample is not False), trained)
+        self._tensor(place, name, kind, leaf_metadata(kind, leaf.shape, leaf.dtype, leaf.sample is not False), trained)
 
-    def _tensor(self, place: Sequence[str | int], name: str, kind: Any, metadata: Known, trained: bool = False) -> None:
+    def _tensor(
+        self, place: Sequence[str | int], name: str, kind: Any, metadata: Metadata, trained: bool = False
+    ) -> None:  # fmt: skip
         if name in self.metadata:
             raise self.error((*place, "name"), f"there are two tensors {name!r}")
         self.metadata[name] = metadata
@@ -306,8 +309,8 @@ class _Reader:
             raise self.error((*place, *problem["loc"]), f"{describe(problem)} ({name!r})") from error
 
     def _derive(
-        self, place: Sequence[str | int], record: Record, name: str, inputs: tuple[Known, ...]
-    ) -> tuple[tuple[Axis, ...], tuple[Known, ...]]:
+        self, place: Sequence[str | int], record: Record, name: str, inputs: tuple[Metadata, ...]
+    ) -> tuple[tuple[Axis, ...], tuple[Metadata, ...]]:
         """Axes and outputs of an operator."""
         try:
             access = parse_pattern(record.pattern)
@@ -332,7 +335,7 @@ class _Reader:
         try:
             axes = tuple(Axis(name=a, size=sizes[a], role=roles[a]) for a in access.axes)
             results = tuple(
-                output_known(operand, dtype, sizes, roles, weight)
+                output_metadata(operand, dtype, sizes, roles, weight)
                 for operand, dtype in zip(access.outputs, dtypes, strict=True)
             )
         except ValidationError as error:

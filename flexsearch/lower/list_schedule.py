@@ -72,7 +72,7 @@ class Passes:
         return tuple(0 if rank[s] == rank[s + 1] else ticks for s, ticks in enumerate(self.transfer[:-1]))
 
 
-class Found(NamedTuple):
+class ListSchedule(NamedTuple):
     """The fastest order that was found. ``kind``: of the named schedule that it is; None: it is none, and splits
     backward passes. ``ticks``: how long a step takes in the model."""
 
@@ -81,7 +81,7 @@ class Found(NamedTuple):
     ticks: int
 
 
-def list_schedule(passes: Passes, microbatches: int) -> Found:
+def list_schedule(passes: Passes, microbatches: int) -> ListSchedule:
     """The fastest order of all named schedules and rules that stays within the limits; of equally fast ones the first,
     in the order of ``ScheduleKind``, named ones before others. It is never slower than a named one that fits.
 
@@ -93,7 +93,7 @@ def list_schedule(passes: Passes, microbatches: int) -> Found:
                 f"one microbatch keeps {least} bytes on rank {rank}, which may use {passes.limit[rank]}",
                 "Use more microbatches, more stages, or devices with more memory.",
             )
-    best: Found | None = None
+    best: ListSchedule | None = None
     for candidate in _candidates(passes, microbatches):
         if best is None or candidate.ticks < best.ticks:
             best = candidate
@@ -101,17 +101,17 @@ def list_schedule(passes: Passes, microbatches: int) -> Found:
     return best
 
 
-def _candidates(passes: Passes, microbatches: int) -> Iterator[Found]:
+def _candidates(passes: Passes, microbatches: int) -> Iterator[ListSchedule]:
     for kind in get_args(ScheduleKind):
         try:
             orders = tuple(map(tuple, actions(kind, passes.held, microbatches)))
         except FlexsearchError:  # it needs another placement, or another number of microbatches
             continue
         if all(used <= limit for used, limit in zip(peaks(passes, orders), passes.limit, strict=True)):
-            yield Found(orders, kind, ticks_of_order(passes, orders, kind not in SPLIT_KINDS))
+            yield ListSchedule(orders, kind, ticks_of_order(passes, orders, kind not in SPLIT_KINDS))
     for rule in RULES:
         orders = Listing(passes, microbatches, *rule).orders()
-        yield Found(orders, None, ticks_of_order(passes, orders))
+        yield ListSchedule(orders, None, ticks_of_order(passes, orders))
 
 
 def peaks(passes: Passes, orders: Sequence[Sequence[Action]]) -> list[int]:

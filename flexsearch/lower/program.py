@@ -85,7 +85,7 @@ def make_program(
     """Slots of a graph's plans, and rates."""
     operands, slot, count = _slots(graph)
     results = _results(lowering, count)
-    output_slots, read = _made(graph, slot, results), _read(graph, slot)
+    output_slots, read = _written(graph, slot, results), _read(graph, slot)
     flows = [int(flow) for row in graph.flows for flow in row]
     rates = [lowering.costs.update_rates(d, options.optimizer, options.precision) for d in range(len(topology.devices))]
     return Program(
@@ -105,7 +105,7 @@ def make_program(
     )  # fmt: skip
 
 
-def _made(graph: OperatorGraph, slot: dict[tuple[int, int], int], results: dict[str, list[int]]) -> Rows:
+def _written(graph: OperatorGraph, slot: dict[tuple[int, int], int], results: dict[str, list[int]]) -> Rows:
     """By operator: slots of those that read its outputs, output by output."""
     return Rows(
         [s for name in op.outputs for s in [*(slot[c] for c in graph.consumers[name]), *results.get(name, ())]]
@@ -261,7 +261,7 @@ def _sent(lowering: Pieces, blocks: Blocks, place: Mapping[tuple[int, int], int]
     graph = lowering.graph
     operands, slot, count = _slots(graph)
     results = _results(lowering, count)
-    read, output_slots = _read(graph, slot), _made(graph, slot, results)
+    read, output_slots = _read(graph, slot), _written(graph, slot, results)
     returned = range(count, count + len(lowering.results))
     sent_at_once = Rows([s for s in output_slots.row(i) if s not in returned] for i in range(len(graph.operators)))
     packed = Rows([slot for w in pack for slot in read.row(w)] for pack in blocks.packs)

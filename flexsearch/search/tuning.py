@@ -132,8 +132,8 @@ def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
 
 def pipelined(variants: Variants, placement: Strategy) -> Strategy:
     """The stages of a placement with the number of microbatches (two or more), the schedule (1F1B or zero bubble) and,
-    where memory is short, the recomputation that suit them best. Raises StrategyError where the model has no
-    microbatches, with the reason."""
+    where memory is short and the options say none, the recomputation that suit them best. Raises StrategyError where
+    the model has no microbatches, with the reason."""
     graph, plan, reason = variants.graph, _stages_of(placement, variants.graph), ""
     tried: list[tuple[Outcome, Plan]] = []
 
@@ -157,7 +157,7 @@ def pipelined(variants: Variants, placement: Strategy) -> Strategy:
     best = min(tried, key=_by_outcome)[1]
     attempt(replace(best, pipeline=replace(best.pipeline, schedule="zero-bubble")))
     outcome, best = min(tried, key=_by_outcome)
-    for recompute in ("attention", "full") if outcome.missing else ():
+    for recompute in ("attention", "full") if outcome.missing and best.options.recompute == "none" else ():
         attempt(replace(best, options=best.options.model_copy(update={"recompute": recompute})))
     best = min(tried, key=_by_outcome)[1]
     configs = {op.name: config for op, config in zip(graph.operators, best.placed(), strict=True)}

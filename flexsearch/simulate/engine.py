@@ -60,6 +60,8 @@ __all__ = ["LATE", "Engine", "Times"]
 
 PLACES = 1 << 21
 """Places for communications of which an engine makes more than it needs, so that it seldom has to grow."""
+SERVICES = 1 << 16
+"""Services that there is room for at first; it doubles."""
 _KINDS = {
     GATHER: "gather", GATHER_ONCE: "gather", FORWARD: "forward", BACKWARD: "backward", SYNCHRONISE: "synchronisation",
     RECOMPUTE: "recomputation", REGATHER: "second gather", READ: "reading", RECIPE: "recipe",
@@ -158,7 +160,7 @@ class Engine:
 
     def times_and_services(self, segments: Segments, segment_of_block: U32) -> tuple[Times, Services]:
         """As ``times``, and what kept the resources, one after the other."""
-        return self._recorded(segments, segment_of_block, 1 << 16)
+        return self._recorded(segments, segment_of_block, SERVICES)
 
     def _recorded(self, segments: Segments, segment_of_block: U32, served: int) -> tuple[Times, Services]:
         """``served``: how many services there is room for at first; 0: none are noted."""

@@ -116,6 +116,7 @@ class LayoutSearch:
         try:
             try:
                 self._search()
+                self._try_plain_options()
             except _Over:
                 stopped = f"the budget of {self.budget_s:g} s was used up"
             except KeyboardInterrupt:
@@ -175,6 +176,9 @@ class LayoutSearch:
         self._improve("splits", self._different(None if self.cuts.short else POLISHED))
         self.phase = "orders of passes"
         self._improve("order", self._different(POLISHED))
+
+    def _try_plain_options(self) -> None:
+        """Simulate the plans that can stand for the best ones in the answer (``answer.simplified``)."""
         self.phase = "simpler options"
         for candidate in filter(None, (self.best, *self.kept.values())):
             self.evaluate(*plain_options(candidate, self.options.prefetch))
