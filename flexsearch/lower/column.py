@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,34 +11,32 @@ import numpy.typing as npt
 _START = 1024
 
 
-class Column:
-    """A growing array; ``width``: of its rows, if they are rows. ``extend`` and ``add`` say whether it is a new one."""
+class Columns:
+    """Growing arrays of the same length, by name. ``arrays``: as they are now, with room behind the first ``size``
+    values; they are other ones when ``room``, that for values, has grown. ``types``: of what they hold."""
 
-    def __init__(self, dtype: Any, width: int | None = None) -> None:
-        self.array: npt.NDArray[Any] = np.zeros(_START if width is None else (_START, width), dtype=dtype)
-        self.size = 0
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {name: np.zeros(_START, dtype) for name, dtype in types.items()}
+        self.size, self.room = 0, _START
 
-    def extend(self, values: npt.NDArray[Any] | Sequence[Any], count: int) -> bool:
-        """Append so many values (or rows), or one value so often."""
-        end = self.size + count
-        full = end > len(self.array)
-        if full:
-            grown = np.zeros((max(end, 2 * len(self.array)), *self.array.shape[1:]), dtype=self.array.dtype)
-            grown[: self.size] = self.array[: self.size]
-            self.array = grown
-        if count:
-            self.array[self.size : end] = values
+    def extend(self, count: int, **values: npt.NDArray[Any] | Sequence[Any] | int) -> int:
+        """Append ``count`` values to each column, or one value so often. Returns where they stand."""
+        at, end = self.size, self.size + count
+        if end > self.room:
+            self.room = max(end, 2 * self.room)
+            for name, before in self.arrays.items():
+                self.arrays[name] = np.zeros(self.room, before.dtype)
+                self.arrays[name][:at] = before[:at]
+        for name, column in values.items():
+            self.arrays[name][at:end] = column
         self.size = end
-        return full
+        return at
 
-    def double(self) -> None:
-        """Make room for twice as many."""
-        self.array = np.concatenate((self.array, np.zeros_like(self.array)))
-
-    def add(self, value: Any) -> bool:
-        """Append one value (or row)."""
-        if self.size == len(self.array):
-            return self.extend([value], 1)
-        self.array[self.size] = value
-        self.size += 1
-        return False
+    def add(self, **values: int) -> int:
+        """Append one value to each column. Returns where they stand."""
+        if (at := self.size) == self.room:
+            return self.extend(1, **values)
+        for name, value in values.items():
+            self.arrays[name][at] = value
+        self.size = at + 1
+        return at

@@ -107,16 +107,20 @@ def _compute(tables: TemplateTables, number: Any, split: Any, mesh: Any, count: 
     """What the devices of a config compute."""
     pools, used, splits = tables.pools, tables.used, tables.splits
     first, at = np.uint64(tables.layouts.mesh_first[mesh]), used.entries[0]
-    cost = np.uint64(splits.cost[split])
+    cost, extents, unlike = np.uint64(splits.cost[split]), np.uint64(splits.extents[split]), splits.unlike[split]
     pools.config_first[number], pools.config_last[number] = at, at + count
     for k in range(count):
         device = np.uint64(tables.layouts.device[first + k])
-        row = cost + np.uint64(tables.kind[device]) * count + k
+        row = cost + np.uint64(tables.kind[device]) * extents
+        pools.entry_samples[at + k] = pools.entry_part[at + k] = 0
+        if unlike != MISSING:
+            piece = np.uint64(unlike) + k
+            row += np.uint64(splits.extent[piece])
+            pools.entry_samples[at + k], pools.entry_part[at + k] = splits.samples[piece], splits.part[piece]
         pools.entry_device[at + k] = device
         pools.entry_forward[at + k], pools.entry_backward[at + k] = splits.forward[row], splits.backward[row]
         pools.entry_inputs[at + k], pools.entry_weight[at + k] = splits.inputs[row], splits.weight[row]
         pools.entry_cast[at + k] = splits.cast[row]
-        pools.entry_samples[at + k], pools.entry_part[at + k] = splits.samples[row], splits.part[row]
     used.entries[0] = at + count
 
 

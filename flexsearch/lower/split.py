@@ -80,12 +80,21 @@ class Region:
 class Shared:
     """What splitters of all operators have in common. ``intervals``: what a dimension reaches for every combination of
     the parts of its axes, and which of it is not empty (None: all). ``forms``: numbers of the ways in which the split
-    axes of an operator cut an operand (``Splitter._form``). ``regions``: of operands, by what they follow from
+    axes of an operator cut an operand (``_Cut``). ``regions``: of operands, by what they follow from
     (``Splitter._region``)."""
 
     intervals: dict[tuple[object, ...], tuple[I64, Mask | None]] = field(default_factory=dict)
     forms: dict[tuple[object, ...], int] = field(default_factory=dict)
     regions: dict[tuple[object, ...], Region] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How some axes cut an operand. ``form``: number of the way, whatever their names and degrees; None where only the
+    first part of a sum has the operand. ``dimensions``: those that are cut, with the axes that cut them."""
+
+    form: int | None
+    dimensions: tuple[tuple[int, Axes], ...]
 
 
 @dataclass(frozen=True)
@@ -118,20 +127,19 @@ class Splitter:
         axes = list(op.sizes)
         self._outside = frozenset(axes[: axes.index(self.blocks.axis)] if self.blocks.axis is not None else axes)
         """Axes outside of the one that blocks share out; all where they share out none, as replicas come last."""
-        self._forms: dict[tuple[int, Axes], int] = {}
+        self._cuts: dict[Axes, tuple[_Cut, ...]] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
-        self._dimensions: list[dict[str, list[int]]] = [{} for _ in self.operands]
-        """By operand: dimensions that an axis indexes."""
+        self._dimension_forms = [
+            [self._dimension_form(d, size) for d, size in zip(operand.dimensions, shape, strict=True)]
+            for operand, shape in self.operands
+        ]
         self._whole: list[tuple[I64, bool]] = []
         """By operand: what the whole operator reaches, and whether it is anything."""
-        for (operand, shape), places in zip(self.operands, self._dimensions, strict=True):
-            asked = [self._asked(d, size, ()) for d, size in zip(operand.dimensions, shape, strict=True)]
+        for n, (operand, _) in enumerate(self.operands):
+            asked = [self._asked(n, d, ()) for d in range(len(operand.dimensions))]
             box = np.array([interval[0] for interval, _ in asked], dtype=np.int64).reshape(len(asked), 2)
             self._whole.append((box, all(inside is None for _, inside in asked)))
-            for d, dimension in enumerate(operand.dimensions):
-                for axis in dimension.axes:
-                    places.setdefault(axis, []).append(d)
 
     def split(self, config: OperatorConfig) -> Split:
         """The pieces of a config, wherever they are."""
@@ -164,7 +172,9 @@ class Splitter:
         places, term = _positions(parts, replicas)
         at = dict(zip(axes, places, strict=True))
         key = parts, replicas, tuple(self._shares.get(axis) for axis in axes) if shares else ()
-        regions = tuple(self._region(n, degrees, axes, key, at, term) for n in range(len(self.operands)))
+        if (cuts := self._cuts.get(axes)) is None:
+            cuts = self._cuts[axes] = tuple(self._cut(n, axes) for n in range(len(self.operands)))
+        regions = tuple([self._region(n, cut, degrees, key, at, term) for n, cut in enumerate(cuts)])
         inputs, outputs = regions[: self.inputs], regions[self.inputs :]
         if any(region.held is not None and region.blocks == 1 for region in outputs):  # patterns index outputs plainly
             raise AssertionError(f"{self.op.name}: a piece writes nothing of its output")
@@ -189,28 +199,30 @@ class Splitter:
         return chunks(self.op.sizes[axis], parts, self._shares.get(axis, ()))
 
     def _region(
-        self, n: int, degrees: Degrees, axes: Axes, key: tuple[object, ...], at: dict[str, Index], term: U32
+        self, n: int, cut: _Cut, degrees: Degrees, key: tuple[object, ...], at: dict[str, Index], term: U32
     ) -> Region:  # fmt: skip
         """Region of operand number ``n``. ``key``: what it follows from beside its form. ``at``: index of the part, by
         split axis and position."""
-        if self.operands[n][0].once and any(axis in self.op.access.summed for axis in axes):
-            return self._make_region(n, degrees, at, term)
-        if (form := self._forms.get((n, axes))) is None:
-            forms = self._shared.forms
-            form = self._forms[n, axes] = forms.setdefault(self._form(n, axes), len(forms))
-        whole = form, key, self._outer(n, degrees)
+        if cut.form is None:
+            return self._make_region(n, cut, degrees, at, term)
+        whole = cut.form, key, self._outer(n, degrees)
         if (cached := self._shared.regions.get(whole)) is None:
-            cached = self._shared.regions[whole] = self._make_region(n, degrees, at, term)
+            cached = self._shared.regions[whole] = self._make_region(n, cut, degrees, at, term)
         return cached
 
-    def _form(self, n: int, axes: Axes) -> tuple[object, ...]:
-        """How ``axes``, in their order, cut operand number ``n``, whatever their names and degrees."""
-        operand, shape = self.operands[n]
-        box, inside = self._whole[n]
-        place = {axis: k for k, axis in enumerate(axes)}
-        cut = ((d, operand.dimensions[d], shape[d]) for d in self._cut(n, axes))
-        ways = ((d, self._dimension_form(of, size), *(place.get(axis) for axis in of.axes)) for d, of, size in cut)
-        return box.tobytes(), inside, *ways
+    def _cut(self, n: int, axes: Axes) -> _Cut:
+        """How ``axes``, in their order, cut operand number ``n``."""
+        operand, _ = self.operands[n]
+        dimensions = tuple(
+            (d, own) for d, of in enumerate(operand.dimensions)
+            if (own := tuple(axis for axis in dict.fromkeys(of.axes) if axis in axes))
+        )  # fmt: skip
+        if operand.once and any(axis in self.op.access.summed for axis in axes):
+            return _Cut(None, dimensions)
+        (box, inside), place = self._whole[n], {axis: k for k, axis in enumerate(axes)}
+        ways = ((d, self._dimension_forms[n][d], *map(place.get, operand.dimensions[d].axes)) for d, _ in dimensions)
+        forms = self._shared.forms
+        return _Cut(forms.setdefault((box.tobytes(), inside, *ways), len(forms)), dimensions)
 
     def _dimension_form(self, dimension: Dimension, size: int) -> tuple[object, ...]:
         """A dimension of ``size``, whatever the names of its axes."""
@@ -218,11 +230,7 @@ class Splitter:
         own = tuple((axes.index(a), sizes[a]) for a in axes)
         return dimension.coefficients, dimension.offset, dimension.merged, size, own
 
-    def _cut(self, n: int, axes: Axes) -> list[int]:
-        """Dimensions of operand number ``n`` that are cut where ``axes`` are split."""
-        return sorted({d for axis in axes for d in self._dimensions[n].get(axis, ())})
-
-    def _make_region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
+    def _make_region(self, n: int, cut: _Cut, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         operand, shape = self.operands[n]
         parts = dict(degrees)
         box = np.empty((len(term), len(shape), 2), dtype=np.int64)
@@ -230,10 +238,9 @@ class Splitter:
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d in self._cut(n, tuple(parts)):
-            dimension = operand.dimensions[d]
-            own = tuple((axis, parts[axis]) for axis in dict.fromkeys(dimension.axes) if axis in parts)
-            interval, within = self._asked(dimension, shape[d], own)
+        for d, axes in cut.dimensions:
+            own = tuple([(axis, parts[axis]) for axis in axes])
+            interval, within = self._asked(n, d, own)
             which = _flat(own, at)
             box[:, d] = interval[which]
             if within is not None:
@@ -275,14 +282,16 @@ class Splitter:
         for parts in product(*(self._chunks(axis, count) for axis, count in own)):
             yield dict(zip((axis for axis, _ in own), parts, strict=True))
 
-    def _asked(self, dimension: Dimension, size: int, own: Degrees) -> tuple[I64, Mask | None]:
-        """What a dimension of ``size`` reaches where its axes have the degrees ``own``."""
-        sizes, parts, axes = self.op.sizes, dict(own), dimension.axes
-        split = tuple((parts.get(a), a in parts and self._shares.get(a)) for a in axes)
-        key = self._dimension_form(dimension, size), split
+    def _asked(self, n: int, d: int, own: Degrees) -> tuple[I64, Mask | None]:
+        """What dimension ``d`` of operand number ``n`` reaches where its axes have the degrees ``own``."""
+        operand, shape = self.operands[n]
+        dimension, parts = operand.dimensions[d], dict(own)
+        split = tuple([(parts.get(a), a in parts and self._shares.get(a)) for a in dimension.axes])
+        key = self._dimension_forms[n][d], split
         if (cached := self._shared.intervals.get(key)) is None:
-            whole = {axis: (0, sizes[axis]) for axis in axes}
-            reached = [dimension.interval(whole | piece, sizes, size) for piece in self._pieces(own)]
+            sizes = self.op.sizes
+            whole = {axis: (0, sizes[axis]) for axis in dimension.axes}
+            reached = [dimension.interval(whole | piece, sizes, shape[d]) for piece in self._pieces(own)]
             inside = np.array([interval is not None for interval in reached])
             intervals = np.array([interval or (0, 0) for interval in reached], dtype=np.int64)
             cached = self._shared.intervals[key] = intervals, None if inside.all() else inside

@@ -11,14 +11,13 @@ from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from flexsearch.compiled import F64, I64
 from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
-from flexsearch.lower.column import Column
+from flexsearch.lower.column import Columns
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill
 from flexsearch.lower.footprints import Landings, Sums
@@ -41,8 +40,12 @@ _intern_config = direct(intern_config)
 _fill = direct(fill)
 _plan_all = direct(plan_all)
 
-_TIMES: Final = ("forward", "backward", "inputs", "weight")
-"""Columns of ``Splits`` that hold times; the last two are of backward passes in two halves."""
+_GROUPS: Final = (
+    ("pieces", "extents", "cost", "unlike", "reads", "writes", "last", "operator"),
+    ("forward", "backward", "inputs", "weight", "cast"), ("extent", "samples", "part"),
+    ("grid", "first", "held_by", "spread"), ("position",), ("follow_split", "follow_first", "follow_count"),
+)  # fmt: skip
+"""Columns of ``Splits`` that grow together."""
 _MOVES = 1 << 14
 """Moves, and rows of links, for which the planner's workspace has room at first."""
 
@@ -60,8 +63,11 @@ class Templates:
         """By operator: the first one that shares its configs."""
         self.configs = Configs(self)
         self._growing = GrowingPools()
-        self._columns = {name: Column(TYPES.get(name, np.uint32)) for name in Splits._fields}
+        self._columns = tuple(Columns({name: TYPES.get(name, np.uint32) for name in group}) for group in _GROUPS)
+        self._split_columns, self._times, self._unlike, self._operands, self._positions, self._followed = self._columns
         self._splits: Splits | None = None
+        self._room = 0
+        """Of all columns together, when ``_splits`` was made of them."""
         self._config_numbers: dict[tuple[int, OperatorConfig], int] = {}
         self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
         self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
@@ -92,8 +98,9 @@ class Templates:
     def tables(self) -> TemplateTables:
         """All that compiled code needs to make templates."""
         now, keys, layouts = self._tables, self.keys.table, self.lowering.layouts.pool
-        if self._splits is None:
-            self._splits = Splits(**{name: column.array for name, column in self._columns.items()})
+        if self._splits is None or self._room < sum([columns.room for columns in self._columns]):
+            self._splits = Splits(**{name: a for columns in self._columns for name, a in columns.arrays.items()})
+            self._room = sum(columns.room for columns in self._columns)
         same = now is not None and now.pools is self.pools and now.keys is keys and now.layouts is layouts
         same = same and now is not None and now.landings is self.landings
         if now is None or not same or now.splits is not self._splits or now.workspace is not self._workspace:
@@ -209,16 +216,16 @@ class Templates:
 
     def _mesh(self, split: int) -> tuple[int, ...]:
         """The positions of a split."""
-        return _positions(int(self._columns["pieces"].array[split]))
+        return _positions(int(self._split_columns.arrays["pieces"][split]))
 
     def follows(self, link: int, split: int, target: int, config: OperatorConfig) -> int:
         """Set what follows a split over a link: ``config`` of operator ``target``, as of ``in_place``. Returns the
         number of its split."""
         followed, count = self.split(target, config), len(config.devices)
-        first = int(MISSING) if config.devices == self._mesh(split) else self._extend("position", config.devices)
-        row = self._append("follow_split", followed)
-        self._append("follow_first", first)
-        self._append("follow_count", count)
+        first = int(MISSING)
+        if config.devices != self._mesh(split):
+            first = self._positions.extend(count, position=config.devices)
+        row = self._followed.add(follow_split=followed, follow_first=first, follow_count=count)
         self.keys.put(OVER, link, split, row)
         return followed
 
@@ -232,60 +239,41 @@ class Templates:
         assert now is not None
         self.keys.put(DERIVED, how, config, self.config(operator, rule(operator, now)))
 
-    def _extend(self, name: str, values: npt.NDArray[Any] | Sequence[Any], count: int | None = None) -> int:
-        """Append to a column of the splits; returns where. ``count``: how often, if there is one value."""
-        column = self._columns[name]
-        at = column.size
-        if column.extend(values, len(values) if count is None else count):
-            self._splits = None
-        return at
-
-    def _append(self, name: str, value: Any) -> int:
-        """As ``_extend``, of one value."""
-        column = self._columns[name]
-        at = column.size
-        if column.add(value):
-            self._splits = None
-        return at
-
     def _add_split(self, operator: int, degrees: Degrees, replicas: int, shares: Shares) -> int:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
-        split, costs = self.lowering.split(operator, config), self.lowering.costs
+        split, unlike = self.lowering.split(operator, config), int(MISSING)
         count = len(split.extent_of)
-        samples, part = self.lowering.samples(operator, config, split)
-        forward = self._columns["forward"].size
-        alike = len(split.extents) == 1
+        if len(split.extents) > 1 or operator in self.lowering.readers:
+            samples, part = self.lowering.samples(operator, config, split)
+            unlike = self._unlike.extend(count, extent=split.extent_of, samples=samples, part=part)
+        cost = self._times.size
         for kind in self._kinds.tolist():
-            rows: list[F64] = [*costs.of_extents(operator, split.extents, kind)]
-            if self._halved:
-                rows.extend(costs.halves(operator, split.extents, kind))
-            for name, row in zip(_TIMES, rows, strict=False):
-                ticks = _ticks(row)
-                self._extend(name, ticks if alike else ticks[split.extent_of], count)
-            for name in _TIMES[len(rows) :]:
-                self._extend(name, (0,), count)
-            casting = _ticks(costs.casting(operator, split.extents, kind))
-            self._extend("cast", casting if alike else casting[split.extent_of], count)
-            self._extend("samples", samples, count)
-            self._extend("part", part, count)
+            self._add_times(operator, split.extents, kind)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
-        values = {
-            "pieces": count, "cost": forward, "reads": reads, "writes": reads + len(split.inputs),
-            "last": reads + len(regions), "operator": operator,
-        }  # fmt: skip
-        number = self._columns["pieces"].size
-        for name, value in values.items():
-            self._append(name, value)
-        return number
+        return self._split_columns.add(
+            pieces=count, extents=len(split.extents), cost=cost, unlike=unlike, reads=reads,
+            writes=reads + len(split.inputs), last=reads + len(regions), operator=operator,
+        )  # fmt: skip
+
+    def _add_times(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> None:
+        """Append what pieces of these extents take on a kind of device."""
+        costs, count = self.lowering.costs, len(extents)
+        forward, backward = _ticks(costs.of_extents(operator, extents, kind))
+        inputs, weight = _ticks(costs.halves(operator, extents, kind)) if self._halved else (0, 0)
+        cast = _ticks(costs.casting(operator, extents, kind))
+        self._times.extend(count, forward=forward, backward=backward, inputs=inputs, weight=weight, cast=cast)
 
     def _add_operands(self, regions: Sequence[Region]) -> int:
         """Append the operands of a split; returns where."""
-        first = [int(MISSING) if r.held is None else self._extend("position", r.held) for r in regions]
-        self._extend("first", first)
-        self._extend("held_by", [0 if r.held is None else len(r.held) for r in regions])
-        self._extend("spread", [r.blocks > 1 for r in regions])
-        return self._extend("grid", [r.grid.number for r in regions])
+        at = self._operands.size
+        for region in regions:
+            first, held_by = int(MISSING), 0
+            if region.held is not None:
+                held_by = len(region.held)
+                first = self._positions.extend(held_by, position=region.held)
+            self._operands.add(grid=region.grid.number, first=first, held_by=held_by, spread=region.blocks > 1)
+        return at
 
     def _find_alike(self) -> list[int]:
         """By operator: the first one of the same shape and cost."""

@@ -21,6 +21,10 @@ SAMPLES_FIRST: Final = 2**25
 """The same of chains that split samples only."""
 
 
+_MOST_CANDIDATES, _MOST_NUMBERS = 2**32, 2**20
+"""More than an operator has candidates, and more random numbers than drawing one takes."""
+
+
 _Chains = dict[int, tuple[int, ...]]
 """By operator that stands for those alike: links over which others of its group follow it."""
 
@@ -29,10 +33,12 @@ class Requests:
     """Configs by the keys of ``moves``, for one space."""
 
     def __init__(self, space: Space, seed: int) -> None:
-        self.space, self.seed = space, seed
+        self.space = space
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._chains: tuple[Templates, _Chains] | None = None
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
+        self._bits = np.random.PCG64(seed)
+        self._rng, self._begin = np.random.Generator(self._bits), self._bits.state
 
     def supply(self, templates: Templates, change: Change) -> None:
         """Add the configs that ``change`` says are missing, and room."""
@@ -103,6 +109,7 @@ class Requests:
         """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
         model = self.space.model[operator]
         if (config := self._drawn.get((model, k))) is None:
-            rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
-            config = self._drawn[model, k] = self._draw(k)(rng, model)
+            self._bits.state = self._begin
+            self._bits.advance((model * _MOST_CANDIDATES + k) * _MOST_NUMBERS)  # a stretch of its own
+            config = self._drawn[model, k] = self._draw(k)(self._rng, model)
         return config
