@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -188,14 +189,17 @@ class Pieces:
             self._reshards[key] = cached
         return cached
 
-    def weight(self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int) -> WeightPlan:
+    def weight(
+        self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int, sums: Any
+    ) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
-        the reader that keeps least (rank of a ``Sharding``)."""
+        the reader that keeps least (rank of a ``Sharding``). ``sums``: as of ``plan_weight``."""
         sizes = tensor.itemsize, self.graph.gradient[tensor.name].itemsize
-        key = needs, tuple(flows), sharding, *sizes
+        key = needs, tuple(flows), sharding, *sizes, int(sums)
         if (cached := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
-            cached = self._weights[key] = plan_weight(layouts, flows, sharding, *sizes, self.planner, self.layouts)
+            cached = plan_weight(layouts, flows, sharding, *sizes, sums, self.planner, self.layouts)
+            self._weights[key] = cached
         return cached
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
