@@ -198,7 +198,7 @@ class Pieces:
         key = needs, tuple(flows), sharding, *sizes, int(sums)
         if (cached := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
-            cached = plan_weight(layouts, flows, sharding, *sizes, sums, self.planner, self.layouts)
+            cached = plan_weight(layouts, flows, sharding, *sizes, self.planner, self.layouts, sums)
             self._weights[key] = cached
         return cached
 
