@@ -107,7 +107,7 @@ class Pieces:
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int, int], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int, int, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
