@@ -32,8 +32,8 @@ BUCKETS: Final = (Options().bucket_bytes, *(mib * 2**20 for mib in (1, 2, 4, 10,
 """Bucket sizes (bytes): small buckets leave early, large ones pay the start-up cost of fewer messages."""
 
 FIRST: Final = (2**20, 10 * 2**20)
-"""Sizes with which every way to sum gradients is tried. Measured over 88 plans, with seven sizes: of 22 plans that gain
-0.5 % or more with all of them, one loses its 0.59 % with these two; 11 with 1 and 25 MiB."""
+"""Sizes with which every way to sum gradients is tried. Measured over 122 plans (docs/search.md): of 23 that gain
+0.5 % or more where all of seven sizes are tried, one gains less with these two; nine with 1 and 25 MiB."""
 
 WORSE: Final = 2
 """So many numbers of microbatches in a row that are slower end the search for the best."""
