@@ -152,7 +152,8 @@ class Setting:
             return row
         usual, own = self.baseline(same, strategy.options).options, strategy.options
         buckets = f" with gradient buckets of {own.bucket_bytes / 2**20:.3g} MiB" if own != usual else ""
-        return replace(row, note=f"the baseline {same}{buckets}")
+        way = f", gradients summed by {own.synchronise_by}" if own.synchronise_by != usual.synchronise_by else ""
+        return replace(row, note=f"the baseline {same}{buckets}{way}")
 
     def yardsticks(self, options: Options | None = None) -> dict[str, float | None]:
         """Iteration times (s) that speed-ups compare with, as arguments of ``report.plan_rows``: those of the baselines

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.memory import memory_of
 from flexsearch.simulate.units import make_account, make_units
 from flexsearch.strategy import OperatorConfig, Options, make_config
+from flexsearch.strategy.records import SynchroniseBy
 from flexsearch.strategy.schedule import placement
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
@@ -152,7 +154,8 @@ def test_every_span_is_that_of_the_definition(name: str, topology: str) -> None:
     typed = with_precision(graph, "bf16", "float32")
     wide, configs = Lowering(typed, cluster, Costs(typed, cluster)), space.random_plan(rng)
     for k in range(6):
-        options = Options(optimizer=OPTIMIZERS[k % 3], bucket_bytes=(1, 1000, 25 * 2**20)[k // 2])  # type: ignore[arg-type]
+        way = get_args(SynchroniseBy)[k % 4]
+        options = Options(optimizer=OPTIMIZERS[k % 3], bucket_bytes=(1, 1000, 25 * 2**20)[k // 2], synchronise_by=way)  # type: ignore[arg-type]
         check(lowering.lower(configs, options))
         check(wide.lower(configs, options))
         configs = space.random_plan(rng) if k % 2 else propose(rng, space, configs)[1]

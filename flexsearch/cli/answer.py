@@ -187,7 +187,7 @@ def model_options(graph: str, planned: OperatorGraph, trained: tuple[str, Mappin
 
 def _what_it_is(result: SearchResult) -> str:
     """Whether the answer is a baseline or what the search found, in words."""
-    from flexsearch.report.layouts import recompute_words
+    from flexsearch.report.layouts import changed_words
     from flexsearch.report.uncertainty import aside_words
     from flexsearch.report.units import ratio
 
@@ -201,7 +201,7 @@ def _what_it_is(result: SearchResult) -> str:
         best_s, name = min(fitting)
         gain = ratio(best_s / result.simulation.makespan_s)
         return f"Best plan, found by the search; {gain} as fast as the best baseline, {name}:"
-    options = recompute_words(result.strategy.options)
+    options = changed_words(result.strategy.options)
     if len(result.strategy.cluster.devices) > 1:
         options.insert(0, _buckets(result))
     with_options = f" with {', '.join(options)}" if options else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexsearch.cli.common import stdout
 from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows, plan_table
+from flexsearch.report.layouts import WAYS
 from flexsearch.report.reading import reading, reading_data
 from flexsearch.report.recipes import recipe_words
 from flexsearch.report.uncertainty import estimate_data
@@ -59,7 +60,8 @@ def tell_plan(lowered: Lowered) -> None:
     """Print a plan in words."""
     for group in groups(lowered):
         tell(f"  {group.layers}: {group.treatment}", indent=2)
-    for text in recipe_words(lowered):
+    way = WAYS.get(lowered.options.synchronise_by)
+    for text in (*([way] if way else []), *recipe_words(lowered)):
         tell(f"  {text}", indent=2)
 
 

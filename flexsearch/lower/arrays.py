@@ -36,7 +36,7 @@ class Program(NamedTuple):
     kept; rows ``[first[i], last[i])`` of a list belong to item i. ``routes``, ``rates``: what
     communications are priced by; ``image``: by resource there, the resource that stands for it (``lower.folding``);
     ``images``: by that, for how many;
-    ``microbatches``: (1,)."""
+    ``microbatches``: (1,); ``sums``: (1,) how gradients are summed (``moves.SHARED`` and following)."""
 
     operand_first: U32  # by operator: its operands' slots
     operand_last: U32
@@ -57,6 +57,7 @@ class Program(NamedTuple):
     image: U32
     images: U32
     microbatches: U32
+    sums: U64
     reading: ReadTable
 
 

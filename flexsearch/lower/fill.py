@@ -31,12 +31,12 @@ from flexsearch.lower.keys import (
     number,
     put,
 )
-from flexsearch.lower.moves import GIVEN, SHARED
+from flexsearch.lower.moves import GIVEN
 from flexsearch.lower.orbits import place_of
 from flexsearch.lower.planner import store
 from flexsearch.lower.requested import plan_all, request, request_reshard
 from flexsearch.lower.tables import TemplateTables
-from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, charge, need_of
+from flexsearch.lower.wiring import FLOWS, GRADIENT, VALUE, charge, need_of, typed
 from flexsearch.strategy import OVER_ALL
 
 ALL, NO_ROOM, IN_PYTHON, OVER = range(4)
@@ -91,7 +91,7 @@ def request_weight(
     room."""
     scratch, requests, count = tables.scratch, tables.requests, ZERO
     dtype = np.uint64(wiring.weight_type[w])
-    node = number(tables.keys, WEIGHT, dtype, sharding)
+    node = number(tables.keys, WEIGHT, typed(wiring, program, w), sharding)
     requests.size[0] = requests.size[1] = ZERO
     for k in range(np.uint64(program.reader_first[w]), np.uint64(program.reader_last[w])):
         slot = np.uint64(program.reader[k])
@@ -123,7 +123,7 @@ def request_weight(
         source = _gradients(tables, count)
         if source == MISSING:
             return False
-        request(tables, ZERO, np.uint64(source), np.uint64(stored), SHARED, tables.gradient_itemsize[dtype])
+        request(tables, ZERO, np.uint64(source), np.uint64(stored), program.sums[0], tables.gradient_itemsize[dtype])
     return True
 
 

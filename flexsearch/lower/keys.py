@@ -13,8 +13,9 @@ from flexsearch.packed import packed
 BUCKET, RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 0, 1, 6, 7, 8, 9, 10
 """Kinds of keys. RESHARD + log2(bytes per element), which is at most 4 (complex128): (source, destination layout) ->
 template. (BUCKET: mesh + 1, form and dtype) -> what exchanges have in common that may go in one bucket. The others make
-a number of a tuple, element by element: (WEIGHT: its dtype, sharding) or (HELD: buffer, 0) -> node; (STEP: node,
-element) -> node; (PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in which a buffer is kept."""
+a number of a tuple, element by element: (WEIGHT: its dtype and how its gradients are summed, sharding) or (HELD:
+buffer, 0) -> node; (STEP: node, element) -> node; (PLAN: node, 0) -> plan of a weight; (LAYOUT: node, 0) -> layout in
+which a buffer is kept."""
 CANDIDATE, OVER, LIKE, DERIVED, CONFIG = 11, 12, 13, 14, 15
 """Kinds of keys of configs: (CANDIDATE: operator, k) -> a config to try; (OVER: link, split) -> row of what follows a
 split over a link; (LIKE: operator, split) -> the same split of another operator; (DERIVED: how,

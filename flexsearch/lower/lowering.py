@@ -20,6 +20,7 @@ from flexsearch.lower.layout import Layout
 from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
+from flexsearch.lower.program import sums_of
 from flexsearch.lower.recipe_rows import with_recipes
 from flexsearch.lower.recipes import RecipeGroup, cycle, recipe_groups
 from flexsearch.lower.schedule import Stages
@@ -321,7 +322,7 @@ class _Assembly:
     def _connect_weight(self, tensor: Tensor, groups: Mapping[tuple[int, Flow], list[tuple[int, int]]]) -> None:
         sharding = max((self.configs[o].sharding.rank for readers in groups.values() for o, _ in readers), default=0)
         needs = tuple(need for need, _ in groups)
-        plan = self.lowering.weight(tensor, needs, [flow for _, flow in groups], sharding)
+        plan = self.lowering.weight(tensor, needs, [flow for _, flow in groups], sharding, sums_of(self.options))
         indices = tuple(
             self._add_edge(Edge(tensor.name, tuple(readers), self.lowering.layout(need), plan.forward[k], None))
             for k, ((need, _), readers) in enumerate(groups.items())

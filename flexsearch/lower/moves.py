@@ -13,11 +13,12 @@ from flexsearch.lower.traffic import NONE, SOON
 from flexsearch.lower.workspace import ERROR, Groups, Moves
 from flexsearch.topology.routes import RouteTable, first_piece, second_piece
 
-FREE, GIVEN, OWN, SHARED = (np.uint64(k) for k in range(4))
+FREE, GIVEN, OWN, SHARED, BY_BYTES, BY_ALL_REDUCE, BY_PARTS = (np.uint64(k) for k in range(7))
 """From which source entries a destination entry is made: from all terms that reach it; from those of a range that is
-given, which are terms of their own; or from one of its own device, of which it is a part. SHARED: as FREE, for what
-goes in a communication with others: of messages and the ring of gloo, whose time is a start and the bytes, the choice
-looks at the bytes, as the start is paid once for all."""
+given, which are terms of their own; or from one of its own device, of which it is a part. From SHARED on: as FREE, for
+gradients, which go in a communication with others: what takes least alone, but of messages and the ring of gloo, whose
+time is a start and the bytes, what takes least for its bytes, as the start is paid once for all; what takes least for
+its bytes; all-reduces; a reduce-scatter and an all-gather. The last two where they are possible."""
 
 
 @lean

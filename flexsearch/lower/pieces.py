@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,7 +107,7 @@ class Pieces:
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
-        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int, int], WeightPlan] = {}
+        self._weights: dict[tuple[tuple[int, ...], tuple[Flow, ...], int, int, int, int], WeightPlan] = {}
         self._parameters = graph.of_kind("parameter")
         self.weight_types = {dtype: k for k, dtype in enumerate(sorted({t.dtype for t in self._parameters}))}
         """Numbers of the dtypes of weights."""
@@ -188,14 +189,17 @@ class Pieces:
             self._reshards[key] = cached
         return cached
 
-    def weight(self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int) -> WeightPlan:
+    def weight(
+        self, tensor: Tensor, needs: tuple[int, ...], flows: Sequence[Flow], sharding: int, sums: Any
+    ) -> WeightPlan:
         """Cached plan of a parameter whose edges want the given layouts. Equal layers share theirs. ``sharding``: of
-        the reader that keeps least (rank of a ``Sharding``)."""
+        the reader that keeps least (rank of a ``Sharding``). ``sums``: as of ``plan_weight``."""
         sizes = tensor.itemsize, self.graph.gradient[tensor.name].itemsize
-        key = needs, tuple(flows), sharding, *sizes
+        key = needs, tuple(flows), sharding, *sizes, int(sums)
         if (cached := self._weights.get(key)) is None:
             layouts = [self.layouts[n] for n in needs]
-            cached = self._weights[key] = plan_weight(layouts, flows, sharding, *sizes, self.planner, self.layouts)
+            cached = plan_weight(layouts, flows, sharding, *sizes, self.planner, self.layouts, sums)
+            self._weights[key] = cached
         return cached
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:

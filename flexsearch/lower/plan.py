@@ -15,7 +15,7 @@ from flexsearch.lower.change import empty_change
 from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rewire, write
 from flexsearch.lower.emit import row_of
 from flexsearch.lower.pieces import Pieces
-from flexsearch.lower.program import make_block_table, make_machine, make_program
+from flexsearch.lower.program import make_block_table, make_machine, make_program, sums_of
 from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, is_gather
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
@@ -56,6 +56,11 @@ class PlanRows:
         self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
         self._plan: Plan
         self.clear()
+
+    def use(self, options: Options) -> None:
+        """Sum gradients as other options say, which are the same otherwise. The plan at hand must be set anew."""
+        self.options = options
+        self.program.sums[0] = sums_of(options)
 
     def clear(self) -> None:
         """Forget the plan at hand."""

@@ -17,7 +17,20 @@ from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.cost.tally import Rates
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.lower.interned import Side
-from flexsearch.lower.moves import FREE, GIVEN, SHARED, clear_done, collect, cut_part, equal, group_by_box, share
+from flexsearch.lower.moves import (
+    BY_ALL_REDUCE,
+    BY_BYTES,
+    BY_PARTS,
+    FREE,
+    GIVEN,
+    SHARED,
+    clear_done,
+    collect,
+    cut_part,
+    equal,
+    group_by_box,
+    share,
+)
 from flexsearch.lower.sums import all_reduces, number_hosts, number_sets, reduce_across, scatter, sum_within
 from flexsearch.lower.traffic import NONE, SOON, make_exchanges
 from flexsearch.lower.workspace import (
@@ -51,8 +64,8 @@ def plan(
 ) -> None:
     """The cheapest known movement, on ``workspace.result``. ``itemsize``: bytes per element (int64)."""
     moves, rows, groups, result = workspace.moves, workspace.exchanges, workspace.groups, workspace.result
-    starts = mode != SHARED or rates.by_group[ALL_REDUCE] == 1
-    mode = FREE if mode == SHARED else mode
+    starts, form = mode != BY_BYTES and (mode != SHARED or rates.by_group[ALL_REDUCE] == 1), mode
+    mode = FREE if mode >= SHARED else mode
     _clear(moves.size, rows.size, rows.loads.size, result)
     if mode == FREE and _all_at_once(routes, rates, source, destination, itemsize, groups, moves, rows):
         _choose(result, ONE, ZERO, rows.size[0], rows.size[0], ZERO, moves.size[0], moves.size[0])
@@ -65,12 +78,18 @@ def plan(
     clear_done(groups.done, destination.size[0])
     collect(routes, source, destination, mode, groups, moves, result)
     make_exchanges(routes, rates, source, destination, ZERO, itemsize, moves, workspace.sets, rows)
-    best = _weigh(rates, workspace, ONE, ZERO, rows.size[0], ZERO, moves.size[0], starts, (inf, np.int64(0)))
+    nothing = (inf, np.int64(0))
+    best = _weigh(rates, workspace, ONE, ZERO, rows.size[0], ZERO, moves.size[0], starts, nothing)
     if mode == FREE and share(destination, moves, groups):
-        reduced, best = _by_all_reduces(routes, rates, source, destination, itemsize, workspace, starts, best)
-        best = _in_parts(routes, rates, source, destination, itemsize, workspace, starts, best)
-        if not reduced:
-            _within_sets(routes, rates, source, destination, itemsize, workspace, starts, best)
+        if form == BY_PARTS:
+            _in_parts(routes, rates, source, destination, itemsize, workspace, starts, nothing)
+        else:
+            best = nothing if form == BY_ALL_REDUCE else best
+            reduced, best = _by_all_reduces(routes, rates, source, destination, itemsize, workspace, starts, best)
+            if form != BY_ALL_REDUCE:
+                best = _in_parts(routes, rates, source, destination, itemsize, workspace, starts, best)
+            if not reduced:
+                _within_sets(routes, rates, source, destination, itemsize, workspace, starts, best)
     _end(source, destination, workspace)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.lower.arrays import NOTHING, BlockTable, Program
 from flexsearch.lower.change import ALWAYS, Wiring
 from flexsearch.lower.keys import MISSING, RESHARD
+from flexsearch.lower.moves import SHARED
 from flexsearch.lower.orbits import images_of
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.reading import make_read_table
@@ -35,6 +37,7 @@ from flexsearch.lower.rows import (
 )
 from flexsearch.lower.schedule import EACH, ONCE, Blocks, Stages
 from flexsearch.strategy import Options
+from flexsearch.strategy.records import SynchroniseBy
 from flexsearch.topology import Topology
 
 U32 = npt.NDArray[np.uint32]
@@ -99,10 +102,16 @@ def make_program(
         update_byte_s=np.array([b for b, _ in rates]), update_tensor_s=np.array([t for _, t in rates]),
         routes=lowering.network.routes, rates=lowering.planner.pricing.rates, image=lowering.image,
         images=images_of(lowering.image), microbatches=np.array([microbatches], np.uint32),
+        sums=np.array([sums_of(options)]),
         reading=make_read_table(
             graph, topology, lowering.readers, microbatches, lowering.inside, lowering.replicas
         ),
     )  # fmt: skip
+
+
+def sums_of(options: Options) -> Any:
+    """How a plan's gradients are summed, as ``moves.SHARED`` and following."""
+    return SHARED + np.uint64(get_args(SynchroniseBy).index(options.synchronise_by))
 
 
 def _written(graph: OperatorGraph, slot: dict[tuple[int, int], int], results: dict[str, list[int]]) -> Rows:

@@ -75,7 +75,7 @@ def _append(tables: TemplateTables, k: Any, source: Side, destination: Side) -> 
     if template == np.uint64(pools.reshard_first.shape[0]):
         return False
     landed = append_landing(
-        workspace, source, destination, tables.requests.mode[k] == SHARED, tables.requests.itemsize[k], tables.sums,
+        workspace, source, destination, tables.requests.mode[k] >= SHARED, tables.requests.itemsize[k], tables.sums,
         tables.blocks, tables.landings, template, used.landings,
     )  # fmt: skip
     exchanges = used.exchanges

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -39,11 +40,11 @@ class WeightPlan:
 
 def plan_weight(
     needs: Sequence[Laid], flows: Sequence[Flow], sharding: int, itemsize: int, gradient_itemsize: int,
-    planner: Planner, layouts: Layouts,
+    planner: Planner, layouts: Layouts, sums: Any = SHARED,
 ) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``flows[e]``: whether they read it, and
     whether they make gradients. ``sharding``: rank of its ``Sharding``; ``itemsize``, ``gradient_itemsize``: bytes of
-    an element of it and of its gradient.
+    an element of it and of its gradient; ``sums``: how gradients are summed (``moves.SHARED`` and following).
 
     A device stores the bounding box of all it reads; with states in parts, devices that need the same one divide it,
     all of them or those near each other.
@@ -74,7 +75,7 @@ def plan_weight(
     if not edges:
         return WeightPlan(stored, tuple(needs), tuple(forward), None, (), states)
     box, term, device, origin = _gradients(needs, edges)
-    sync = Reshard(planner, layouts.lay(layouts.grid(box, term), device), stored, gradient_itemsize, SHARED)
+    sync = Reshard(planner, layouts.lay(layouts.grid(box, term), device), stored, gradient_itemsize, sums)
     return WeightPlan(stored, tuple(needs), tuple(forward), sync, tuple(origin.tolist()), states)
 
 

@@ -236,6 +236,12 @@ def _kept(wiring: Wiring, pools: Pools, table: Table, state: State, change: Chan
 
 
 @lean
+def typed(wiring: Wiring, program: Program, w: Any) -> Any:
+    """A weight's dtype and how its gradients are summed, as a key."""
+    return program.sums[0] << np.uint64(8) | np.uint64(wiring.weight_type[w])
+
+
+@lean
 def _wire_weight(
     wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, table: Table, state: State, before: State,
     change: Change, w: Any,
@@ -252,7 +258,7 @@ def _wire_weight(
         slot = np.uint64(program.reader[k])
         config = np.uint64(state.config[np.uint64(wiring.slot_operator[slot])])
         sharding = max(sharding, np.uint64(pools.config_sharding[config]))
-    node = find(table, WEIGHT, wiring.weight_type[w], sharding)
+    node = find(table, WEIGHT, typed(wiring, program, w), sharding)
     for k in range(first, last):
         slot = np.uint64(program.reader[k])
         _touch(change, slot)

@@ -25,6 +25,12 @@ SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "breadth-first": "breadth-first",
     "zero-bubble": "zero bubble (ZB-H1)", "zero-bubble-v": "zero bubble (ZB-V)", "dualpipe-v": "DualPipeV",
 }  # fmt: skip
+WAYS: Mapping[str, str] = {
+    "bandwidth": "gradients summed by what takes least for their bytes",
+    "all-reduce": "gradients summed by all-reduces",
+    "reduce-scatter": "gradients summed by reduce-scatters and all-gathers",
+}
+"""Ways to sum gradients that are not the usual one, ``strategy.records.SynchroniseBy``."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,16 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
 def _option_words(options: Options) -> list[str]:
     wide = " and gradients" if options.gradients == "float32" else ""
     words = [] if options.precision == "as-is" else [f"{options.precision} with float32 masters{wide}"]
-    return words + recompute_words(options)
+    return words + changed_words(options)
 
 
-def recompute_words(options: Options) -> list[str]:
-    """What is computed again in the backward pass; nothing: an empty list."""
-    if options.recompute == "none":
-        return []
-    what = "everything" if options.recompute == "full" else options.recompute
-    return [f"recompute {what}{_where(options.recompute_blocks)}"]
+def changed_words(options: Options) -> list[str]:
+    """How gradients are summed, where that is not as usual, and what is computed again in the backward pass."""
+    words = [WAYS[options.synchronise_by]] if options.synchronise_by in WAYS else []
+    if options.recompute != "none":
+        what = "everything" if options.recompute == "full" else options.recompute
+        words.append(f"recompute {what}{_where(options.recompute_blocks)}")
+    return words
 
 
 def _where(blocks: Blocks | None) -> str:

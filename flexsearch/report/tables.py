@@ -11,7 +11,7 @@ from typing import Any
 from flexsearch.lower import Communication, Lowered
 from flexsearch.lower.view import links_of
 from flexsearch.report.grid import Column, Grid
-from flexsearch.report.layouts import recompute_words
+from flexsearch.report.layouts import changed_words
 from flexsearch.report.uncertainty import INTERVAL, time_words
 from flexsearch.report.units import nbytes, percent, ratio
 from flexsearch.report.words import tensor_words
@@ -71,6 +71,7 @@ def plan_rows(
             "moved_bytes": row.simulation.moved_bytes,
             "peak_bytes": max(row.simulation.peak_bytes, default=0),
             "bucket_bytes": row.lowered.options.bucket_bytes,
+            "synchronise_by": row.lowered.options.synchronise_by,
             "dominates": row.dominates,
             "fits": not row.shortfall,
             "shortfall_bytes": max((missing for _, missing in row.shortfall), default=0),
@@ -101,7 +102,7 @@ def plan_table(
     best = min((r["iteration_s"] for r in values if r["fits"]), default=None)
     for row, one in zip(rows, values, strict=True):
         peak = nbytes(one["peak_bytes"])
-        remarks = [one["dominates"], one["note"], *recompute_words(row.lowered.options)]
+        remarks = [one["dominates"], one["note"], *changed_words(row.lowered.options)]
         if row.shortfall:
             device, missing = max(row.shortfall, key=lambda pair: pair[1])
             peak += " !"

@@ -121,6 +121,9 @@ whichever is more: the rest is for other climbs. Taken."""
 REBUCKET: Final = 0.01
 """The best plan gets another bucket size at the end if that gains this share of its time. A smaller gain is not worth
 giving up a local optimum for. Taken."""
+SYNCHRONISE_BY: Final = 0.005
+"""A baseline gets another way to sum gradients if that gains this share of its time. Taken: half of what a plan that
+was searched for must gain, since those are compared with it."""
 SIMPLER: Final = 0.01
 """Share of the time that a simpler plan may cost. Taken: predictions err by more, and what nobody can read nobody
 checks."""

@@ -22,7 +22,7 @@ from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResu
 from flexsearch.search.simpler import simpler
 from flexsearch.search.space import Rule
 from flexsearch.search.starts import GIVEN, in_order
-from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, fitted, whole_seconds
+from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, fitted, synchronised, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
 from flexsearch.strategy import Options, Prediction, Search, Strategy
@@ -140,10 +140,12 @@ class Run:
                 self._improve(0, Plan(best.configs, best.evaluation), name, "")
 
     def _fit_baselines(self) -> None:
-        """Let baselines that lack memory compute again, or gather twice, where they fit so."""
+        """Give baselines the way to sum gradients that suits them best; let those that lack memory compute again, or
+        gather twice, where they fit so."""
         lowering = Lowering(self.graph, self.topology, self.costs)
+        summed = synchronised(self.tuned, self.evaluate)
         for name, plan in self.tuned.items():
-            self.tuned[name] = fitted(plan, self.evaluate)
+            self.tuned[name] = fitted(summed[name], self.evaluate)
             if self.tuned[name] is not plan:
                 self.outcomes[name] = self._outcome(self.tuned[name], lowering)
 
@@ -249,10 +251,10 @@ class Run:
         return Strategy.make(self.graph, self.topology, named, options)
 
     def _rebucket(self) -> None:
-        """Give the best plan the bucket size that suits it best, as every baseline has its own."""
+        """Give the best plan the bucket size and the way to sum gradients that suit it best, as every baseline has."""
         configs, before = self.best.configs, self.best.evaluation
         tried = [(options, cost) for _, options, cost in evaluations(self.evaluate, {"": configs}, self.choices)]
-        best = best_options(configs, tried)
+        best = synchronised({"": best_options(configs, tried)}, self.evaluate, REBUCKET)[""]
         if better(best.evaluation, before) and best.evaluation.cost < (1.0 - REBUCKET) * before.cost:
             self.options = best.options
             self._improve(self.proposals, Plan(configs, best.evaluation), self.found_in, "bucket size")

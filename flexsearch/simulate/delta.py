@@ -195,7 +195,15 @@ class DeltaSimulator:
 
     def use(self, options: Options) -> None:
         """Go on under other options: templates do not depend on them. The optimizer must stay the same."""
-        self._start(options, self.rows.state.config.copy())
+        numbers = self.rows.state.config.copy()
+        if options != self.options.model_copy(update={"synchronise_by": options.synchronise_by}):
+            self._start(options, numbers)
+            return
+        self.reject()
+        self.options = options
+        self.rows.use(options)
+        self.rows.set_numbers(range(len(numbers)), numbers)
+        self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
 
     def times(self) -> Times:
         """Start and end (ticks) of every row of the plan at hand. Drops a proposal."""

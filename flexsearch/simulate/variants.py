@@ -19,8 +19,8 @@ from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 
 Part = Literal[
-    "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "optimizer", "precision", "gradients",
-    "prefetch", "recompute", "recompute_blocks", "reshard_after_forward",
+    "devices", "borders", "schedule", "microbatches", "sharding", "bucket_bytes", "synchronise_by", "optimizer",
+    "precision", "gradients", "prefetch", "recompute", "recompute_blocks", "reshard_after_forward",
 ]  # fmt: skip
 PARTS: Final[dict[Part, str]] = {
     "devices": "data x tensor x pipeline", "borders": "borders of stages", "schedule": "schedule",
@@ -28,7 +28,8 @@ PARTS: Final[dict[Part, str]] = {
     "gradients": "gradients of weights",
     "recompute": "recomputation", "recompute_blocks": "blocks computed again",
     "reshard_after_forward": "second gather of sharded weights",
-    "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets", "optimizer": "optimizer",
+    "prefetch": "prefetch of sharded weights", "bucket_bytes": "gradient buckets",
+    "synchronise_by": "gradients summed by", "optimizer": "optimizer",
 }  # fmt: skip
 """Parts in which plans differ, in words. ``devices``: which devices each stage has; borders and splits go with them."""
 

@@ -34,6 +34,7 @@ def synchronisation_file(options: Options) -> SynchronisationFile:
     """How replicas of weights come to agree."""
     return SynchronisationFile(
         bucket_bytes=options.bucket_bytes,
+        synchronise_by=None if options.synchronise_by == Options().synchronise_by else options.synchronise_by,
         prefetch=None if options.prefetch == Options().prefetch else options.prefetch,
         reshard_after_forward=options.reshard_after_forward or None,
         recipes=options.recipes or None,
@@ -96,6 +97,7 @@ def options_of(file: StrategyFile) -> Options:
     """The options of a file."""
     options = Options(
         bucket_bytes=file.synchronisation.bucket_bytes, optimizer=file.optimizer,
+        synchronise_by=file.synchronisation.synchronise_by or Options().synchronise_by,
         precision=file.precision or "as-is", gradients=file.gradients or "as-is",
         recompute=file.recompute or "none", recompute_blocks=file.recompute_blocks,
         reshard_after_forward=file.synchronisation.reshard_after_forward or False,

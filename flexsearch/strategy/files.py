@@ -28,6 +28,7 @@ from flexsearch.strategy.records import (
     Reference,
     Search,
     SearchRecord,
+    SynchroniseBy,
     check_gradients,
 )
 from flexsearch.strategy.stage import ScheduleKind
@@ -89,6 +90,7 @@ class SynchronisationFile(FileModel):
     """How replicas of weights come to agree; fields as of ``Options``. What is the usual is left out."""
 
     bucket_bytes: Capacity
+    synchronise_by: SynchroniseBy | None = None
     prefetch: Count | None = None
     reshard_after_forward: bool | None = None
     recipes: Recipes | None = None

@@ -29,6 +29,12 @@ from flexsearch.sync import Recipe, parse_recipe
 OptimizerName = Literal["sgd", "momentum", "adam"]
 Recompute = Literal["none", "attention", "full"]
 """Which operators' forward pass is computed again in the backward pass, instead of keeping what it makes."""
+SynchroniseBy = Literal["auto", "bandwidth", "all-reduce", "reduce-scatter"]
+"""How gradients are summed over the devices that make them. ``auto``: each weight's by what takes least alone.
+``bandwidth``: by what takes least for its bytes, whatever a start takes, which those of a bucket share. ``all-reduce``:
+by an all-reduce; of weights that are kept in parts, by partial sums near each other and all-reduces of them.
+``reduce-scatter``: by a reduce-scatter and, as far as they are kept whole, an all-gather. What is not possible for a
+weight, and what more than 64 devices do, is as with ``auto``."""
 Blocks = (
     Annotated[int, Field(ge=1, le=MAX_COUNT)]
     | Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_DEVICES)]
@@ -74,9 +80,10 @@ def check_gradients(gradients: str | None, told: ValidationInfo) -> str | None:
 
 class Options(FileModel):
     """What is chosen for the whole step. ``bucket_bytes``: gradients are synchronised, and sharded weights gathered, in
-    buckets of about this size. ``optimizer``: how much state an update reads and writes (none, one, or two tensors per
-    weight). ``prefetch``: sharded weights are gathered so many buckets before the one that is read. ``precision``: of
-    weights, activations and gradients; the optimizer keeps its states and a master copy of every weight in float32.
+    buckets of about this size. ``synchronise_by``: see ``SynchroniseBy``. ``optimizer``: how much state an update reads
+    and writes (none, one, or two tensors per weight). ``prefetch``: sharded weights are gathered so many buckets before
+    the one that is read. ``precision``: of weights, activations and gradients; the optimizer keeps its states and a
+    master copy of every weight in float32.
     ``gradients``: type in which those of weights are added up over microbatches, sent and read by the update.
     ``recompute``: see ``Recompute``; of each stage only the first ``recompute_blocks`` regions, if that is given: one
     number for all, or one for each stage, of which 0 means none.
@@ -85,6 +92,7 @@ class Options(FileModel):
     ``recipes``: a weight synchronises by the first that names it, exactly as planned if none does."""
 
     bucket_bytes: Capacity = 25 * 2**20
+    synchronise_by: SynchroniseBy = "auto"
     optimizer: OptimizerName = "momentum"
     prefetch: Count = 1
     precision: Precision = "as-is"
