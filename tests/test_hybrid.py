@@ -427,8 +427,8 @@ def test_a_batch_that_suits_no_layout_is_refused_with_the_remedy() -> None:
 
 
 def test_layouts_that_the_topology_refuses_do_not_use_up_the_patience() -> None:
-    """GPUs of a P100 server are linked with each other directly: no replicas inside it can be folded."""
-    graph, topology = OperatorGraph.load("gpt2"), Topology.load("p100:1")
+    """GPUs of this V100 server are not joined alike: no replicas inside it can be folded."""
+    graph, topology = OperatorGraph.load("gpt2"), Topology.load("v100-nvlink-4")
     search = LayoutSearch(graph, topology, Options(), None, 1e9, None)
     ranking = Ranking(search.ratios, ((key, search.estimates.estimate(*key)) for key in search.numbers.layouts()))
     search._simulate_best(ranking)
@@ -436,6 +436,34 @@ def test_layouts_that_the_topology_refuses_do_not_use_up_the_patience() -> None:
     assert not any(key.layout.data > 1 for key, plan in search.simulated.items() if plan)
     expert = search.evaluate(Layout(1, 1, 4, 8, "zero-bubble"), Options())
     assert expert is not None and best is not None and best.seconds <= expert.seconds
+
+
+@pytest.mark.parametrize(
+    ("cluster", "inside"),
+    [
+        ("dgx-a100:1", set()), ("p100:1", set()), ("v100-nvlink-4", {(1, 1, (4,)), (1, 2, (2,)), (1, 1, (2, 2))}),
+        ("p100:2", {(1, 1, (4, 4)), (1, 1, (2,) * 4), (1, 2, (2, 2))}),
+    ],
+)  # fmt: skip
+def test_replicas_are_put_inside_ranks_where_blocks_are_not_alike_or_stages_may_be_on_hosts(
+    cluster: str, inside: set[tuple[int, int, tuple[int, ...]]]
+) -> None:
+    topology = Topology.load(cluster)
+    search = LayoutSearch(decoder(), topology, OPTIONS, None, 1e9)
+    layouts = [key.layout for key in search.numbers.layouts()]
+    assert {(f.data, f.tensor, f.widths) for f in layouts if f.widths} == inside
+    assert all(f.devices == len(topology.devices) for f in layouts)
+
+
+def test_stages_on_hosts_with_replicas_inside_them_are_simulated_and_told() -> None:
+    search = LayoutSearch(decoder(), Topology.load("p100:2"), OPTIONS, None, 1e9)
+    candidate = search.evaluate(Layout(1, 1, 2, 2, widths=(4, 4)), OPTIONS)
+    assert candidate is not None and "pipeline x data" in candidate.families
+    result = search._result(candidate, "")
+    assert [stage.mesh for stage in result.strategy.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert step_of_strategy(decoder(), result.strategy).makespan_s == candidate.seconds
+    row = StagedRow("", candidate.pipeline, OPTIONS, result.step, Sharding(States.OPTIMIZER), within=4)
+    assert layout_words(row).startswith("pipeline 2 x data 4, 2 microbatches of 8, 1F1B, optimizer sharded over 4")
 
 
 def test_what_is_wrong_in_a_simulation_is_not_taken_for_a_layout_that_does_not_suit(

@@ -45,7 +45,6 @@ from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
-from flexsearch.topology.classes import is_foldable
 
 
 def search_hybrid(
@@ -95,8 +94,6 @@ class LayoutSearch:
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
         self.moves = Moves(self.estimates, topology.host_size)
         self.numbers = Numbers(self.estimates, options)
-        self._foldings = {1: True}
-        """By number of equal blocks of devices: whether the topology falls apart into them."""
         self.simulated: dict[Key, Candidate | None] = {}
         """None: the plan suits the devices or the samples not."""
         self.considered: set[Key] = set()
@@ -205,11 +202,7 @@ class LayoutSearch:
 
     def _is_possible(self, layout: Layout, options: Options) -> bool:
         """Whether a layout suits, and the topology falls apart into its replicas."""
-        if not self._suits(layout, options):
-            return False
-        if layout.data not in self._foldings:
-            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
-        return self._foldings[layout.data]
+        return self._suits(layout, options) and self.numbers.falls_apart(layout.data)
 
     def _plain(self, key: Key) -> Key:
         """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
