@@ -18,7 +18,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, simplified, strategy_of
+from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, roomiest, simplified, strategy_of
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -177,7 +177,7 @@ class LayoutSearch:
     def _try_plain_options(self) -> None:
         """Simulate the plans that can stand for the best ones in the answer (``answer.simplified``)."""
         self.phase = "simpler options"
-        for candidate in filter(None, (self.best, *self.kept.values())):
+        for candidate in self._roomiest().values():
             self.evaluate(*plain_options(candidate, self.options.prefetch))
 
     # ---- simulating
@@ -392,10 +392,17 @@ class LayoutSearch:
 
     # ---- the answer
 
+    def _roomiest(self, best: Candidate | None = None) -> dict[str, Candidate]:
+        """See ``answer.roomiest``. ``best``: of all plans, if it is not that of the search."""
+        if (first := best or self.best) is None:
+            return {}
+        return roomiest({"": first, **self.kept}, filter(None, self.simulated.values()))
+
     def _result(self, best: Candidate, stopped: str, margin: float | None = 0.0) -> HybridResult:
-        simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in self.kept.items()}
-        plans = simplified(best, self.simulated, self.options.prefetch), *simpler.values()
-        self.kept, best = simpler, min(plans, key=lambda candidate: candidate.rank)
+        plans = self._roomiest(best)
+        simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in plans.items()}
+        self.kept = {name: candidate for name, candidate in simpler.items() if name}
+        best = min(simpler.values(), key=lambda candidate: candidate.rank)
         elapsed = time.monotonic() - self.began
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())
