@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import flexsearch
 from benchmarks import llm_plans
-from benchmarks.given import best_pipeline, equal_devices, random_chain
+from benchmarks.profiled import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.given import GivenLayer, GivenProfile, given_graph
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.profiled import LayerProfile, ProfiledLayer, profiled_graph
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
 from flexsearch.proof.bound import lower_bound
@@ -550,10 +550,10 @@ def test_what_decides_uses_no_function_that_ieee_754_leaves_open(folder: str) ->
 
 def chain(layers: list[tuple[float, float, float]], batch: int = 32) -> OperatorGraph:
     """Layers with given times (s, forward and twice that backward), bytes of outputs and of weights."""
-    rows = [GivenLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
+    rows = [ProfiledLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
     for k, (seconds, sent, weights) in enumerate(layers):
-        rows.append(GivenLayer(f"layer{k}", (rows[-1].name,), seconds, 2 * seconds, sent, weights))
-    return given_graph("chain", GivenProfile(tuple(rows), True, batch))
+        rows.append(ProfiledLayer(f"layer{k}", (rows[-1].name,), seconds, 2 * seconds, sent, weights))
+    return profiled_graph("chain", LayerProfile(tuple(rows), True, batch))
 
 
 def test_divisions_reach_the_best_estimate_of_all_cuts_and_sizes() -> None:
