@@ -33,13 +33,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.given import Loads, best_pipeline, equal_devices, random_chain
 from benchmarks.harness import Row, parser, report, say
+from benchmarks.profiled import Loads, best_pipeline, equal_devices, random_chain
 from flexsearch.cost import Costs
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.dnn_partitioning import BYTES_PER_MS, read_dnn_partitioning
-from flexsearch.graph.given import GivenLayer, given_graph
 from flexsearch.graph.pipedream import read_pipedream
+from flexsearch.graph.profiled import ProfiledLayer, profiled_graph
 from flexsearch.search import search
 from flexsearch.search.hybrid import HybridProgress, search_hybrid
 from flexsearch.search.hybrid.cuts import Cuts
@@ -110,7 +110,7 @@ def _words(pipeline: Pipeline) -> str:
 def vgg_rows(data: Path, budget_s: float) -> list[Row]:
     """The published plan and ours."""
     profile = read_pipedream(data / "pipedream" / "vgg16.graph.txt")
-    graph, topology = given_graph("vgg16", profile), equal_devices(4, BANDWIDTH)
+    graph, topology = profiled_graph("vgg16", profile), equal_devices(4, BANDWIDTH)
     simulators = StagedSimulators(graph, topology)
     say("VGG-16: data parallel and published plans")
     everywhere = [make_config(op, {"b": 4}, range(4)) for op in graph.operators]
@@ -145,7 +145,7 @@ def vgg_rows(data: Path, budget_s: float) -> list[Row]:
     ]  # fmt: skip
 
 
-def _pipedream_s(layers: Sequence[GivenLayer], devices: int = 4) -> dict[str, float]:
+def _pipedream_s(layers: Sequence[ProfiledLayer], devices: int = 4) -> dict[str, float]:
     """Seconds for a minibatch by the cost model of PipeDream (its optimizer_graph_hierarchical.py): of a stage the
     share of its compute, and 4 (m - 1) / m^2 times its weights over the bandwidth for m replicas; between stages the
     activations and their gradients, one after the other; the slowest of them counts."""
@@ -160,7 +160,7 @@ def _pipedream_s(layers: Sequence[GivenLayer], devices: int = 4) -> dict[str, fl
     return found
 
 
-def _given_s(layers: Sequence[GivenLayer]) -> float:
+def _given_s(layers: Sequence[ProfiledLayer]) -> float:
     return sum(layer.forward_s + layer.backward_s for layer in layers)
 
 
@@ -209,7 +209,7 @@ def split_row(data: Path, name: str) -> Row:
     """The known optimum of a graph's contiguous splits, and the cut of the search over layouts."""
     say(f"splits of {name}")
     path = data / "dnn-partitioning" / f"{name}.json"
-    loads, graph = Loads(path), given_graph(name, read_dnn_partitioning(path))
+    loads, graph = Loads(path), profiled_graph(name, read_dnn_partitioning(path))
     accelerators, cpus = loads.file.maxFPGAs, loads.file.maxCPUs
     cuts, topology = Cuts(graph), equal_devices(accelerators, 1e3 * BYTES_PER_MS)
     estimates = Estimates(Works(graph, topology, None, PLAIN), cuts)

@@ -29,7 +29,7 @@ from flexsearch.simulate.staged import Step as StagedStep
 from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
-from flexsearch.strategy.baselines import PIPELINES, baselines
+from flexsearch.strategy.baselines import PIPELINES, baselines, stage_of
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.strategy.weights import effective, has_weights
 from flexsearch.topology import Topology
@@ -111,7 +111,7 @@ class Setting:
         makes no sense here."""
         here, plain = self.under(options), PIPELINES.get(name, name)
         plan = self._strategy(tuned_baseline(plain, here.graph, here.topology, here.costs, _exact(options)))
-        return plan if plain == name else pipelined(self._variants, plan)
+        return plan if plain == name else self._pipelined(plain, plan)
 
     def baselines(self, options: Options | None = None) -> dict[str, Strategy]:
         """Every baseline that makes sense here, by name, as :meth:`baseline` gives it."""
@@ -121,8 +121,13 @@ class Setting:
         for name, placement in PIPELINES.items():
             if placement in strategies:
                 with suppress(StrategyError):
-                    strategies[name] = pipelined(self._variants, strategies[placement])
+                    strategies[name] = self._pipelined(placement, strategies[placement])
         return strategies
+
+    def _pipelined(self, name: str, placement: Strategy) -> Strategy:
+        here = self.under(placement.options)
+        stages = stage_of(name, here.graph, here.topology, whole_seconds(here.graph, here.costs))
+        return pipelined(self._variants, placement, stages)
 
     def _strategy(self, plan: Tuned) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, plan.configs, strict=True)}

@@ -194,23 +194,24 @@ def one_activation() -> ZooModel:
 def layout(
     graph: OperatorGraph, data: int = 1, tensor: int = 1, borders: Sequence[str] = (), *, ranks: int = 1,
     topology: str = "ethernet-1g-4", states: States = States.WHOLE, schedule: Any = "1f1b", microbatches: int = 1,
-    options: Options | None = None, over: int = 0,
+    options: Options | None = None, over: int = 0, inside: bool = False,
 ) -> Strategy:  # fmt: skip
     """A data x pipeline x tensor layout of all devices, with Megatron's splits. ``borders``: first operators of the
-    stages after the first, on so many ``ranks``. ``over``: as of ``Sharding``."""
+    stages after the first, on so many ``ranks``. ``over``: as of ``Sharding``. ``inside``: replicas inside of ranks."""
     cluster = Topology.load(topology)
     first = (0, *(graph.index[name] for name in borders))
     rank_of = {s: r for r, held in enumerate(placement(schedule, ranks, len(first) // ranks)) for s in held}
-    groups = tuple(tuple(range(rank_of[s] * tensor, (rank_of[s] + 1) * tensor)) for s in range(len(first)))
-    pipeline = Pipeline(data, first, groups, microbatches, schedule)
+    width, blocks = (data * tensor, 1) if inside else (tensor, data)
+    groups = tuple(tuple(range(rank_of[s] * width, (rank_of[s] + 1) * width)) for s in range(len(first)))
+    pipeline = Pipeline(blocks, first, groups, microbatches, schedule)
     stage_of = [max(s for s, begin in enumerate(first) if begin <= i) for i in range(len(graph.operators))]
     configs = {}
-    for i, config in enumerate(inside_group(graph, cluster, tensor)):
+    for i, config in enumerate(inside_group(graph, cluster, tensor, data // blocks)):
         own = config.on(groups[stage_of[i]][d] for d in config.devices)
         kept, shards = (states, over) if has_weights(graph, i) else (States.WHOLE, 0)
         configs[graph.operators[i].name] = replace(own, states=kept, sharded_over=shards)
     return Strategy.make(
-        graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // data),
+        graph, cluster, configs, options, stages=pipeline.stages(graph, len(cluster.devices) // blocks),
         microbatches=microbatches, schedule=schedule,
     )  # fmt: skip
 

@@ -396,11 +396,19 @@ def test_flags_of_torchtitan_and_megatron_say_the_layout() -> None:
     options = Options(
         optimizer="adam", recompute="full", precision="bf16", gradients="float32", reshard_after_forward=True
     )
-    plan = layout(
-        graph("llama"), 2, 2, LLAMA, ranks=2, topology="dgx-a100:1", states=States.WEIGHTS, microbatches=2,
-        schedule="interleaved-1f1b", options=options,
+    apart, inside = (
+        layout(
+            graph("llama"), 2, 2, LLAMA, ranks=2, topology="dgx-a100:1", states=States.WEIGHTS, microbatches=2,
+            schedule="interleaved-1f1b", options=options, inside=inside,
+        )
+        for inside in (False, True)
     )  # fmt: skip
-    titan, megatron = dict(torchtitan_flags(plan, graph("llama"))), dict(megatron_flags(plan, graph("llama")))
+    titan, megatron = dict(torchtitan_flags(inside, graph("llama"))), dict(megatron_flags(apart, graph("llama")))
+    assert megatron_flags(inside, graph("llama")) == [
+        flag for flag in megatron.items() if flag[0] != "--use-tp-pp-dp-mapping"
+    ]  # fmt: skip
+    with pytest.raises(StrategyError, match="torchtitan numbers ranks by stage, replica and tensor part"):
+        torchtitan_flags(apart, graph("llama"))
     assert titan["--parallelism.data_parallel_shard_degree"] == titan["--parallelism.tensor_parallel_degree"] == "2"
     assert titan["--parallelism.data_parallel_replicate_degree"] == "1"
     assert titan["--parallelism.fsdp_reshard_after_forward"] == "always"

@@ -36,6 +36,7 @@ CASES = [
     (transformer, "dgx-a100:2", 4), (tied, "hgx-h100:1", 4),
     (transformer, "dgx-a100:2 spread", 4), (mlp, "dgx-a100:2 spread", 4),
     (transformer, "dgx-a100:4 by CPU", 4), (cnn, "k80:4 by CPU", 8), (mlp, "ethernet-1g:8 by CPU", 4),
+    (cnn, "p100:1", 4), (tied, "p100:2", 8), (transformer, "p100:2", 4),
 ]  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_a_folded_plan_takes_as_long_as_the_whole_one(make: Any, name: str, repl
     assert even >= 2
 
 
-@pytest.mark.parametrize(("make", "name", "replicas"), CASES[1:5])
+@pytest.mark.parametrize(("make", "name", "replicas"), [*CASES[1:5], *CASES[-3:]])
 def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: Any, name: str, replicas: int) -> None:
     parts, even = folded(make, name, replicas), 0
     space, rng = Space(parts.part, parts.folding.block), np.random.default_rng(len(name))
@@ -213,7 +214,8 @@ def test_a_star_folds_into_any_number_of_blocks_and_pairs_into_two() -> None:
     assert foldings(machine(*STAR)) == (2, 4)
     assert foldings(machine(*PAIRS)) == (2,)
     assert foldings(Topology.load("dgx-a100:2")) == (2, 4, 8, 16)
-    assert foldings(Topology.load("p100:2")) == (2,)  # its center is the switch of the hosts, not one of theirs
+    assert foldings(Topology.load("p100:2")) == (2, 4, 8)  # links of each to each: blocks take each other's places
+    assert foldings(Topology.load("v100-nvlink-4")) == ()  # two NVLinks for some pairs, one for others
     assert fold_topology(Topology.load("dgx-a100:2"), 8).inside == 4
 
 
@@ -235,6 +237,10 @@ def test_what_is_kept_of_a_cluster_is_one_block_with_its_links_to_the_others() -
     whole = [resource.name for resource in folding.whole.resources]
     assert names[folding.image[whole.index("d3->s1")]] == "d1->s0"
     assert names[folding.image[whole.index("s->s1")]] == "s->s0"
+    direct = fold_topology(Topology.load("p100:1"), 2)
+    assert set(direct.block.switches) == {"node0/nic", "node0/gpu2", "node0/gpu3", "node0/gpu3@node0/gpu1"}
+    names, whole = ([r.name for r in t.resources] for t in (direct.block, direct.whole))
+    assert names[direct.image[whole.index("node0/gpu3->node0/gpu1")]] == "node0/gpu1->node0/gpu3@node0/gpu1"
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import flexsearch
 from benchmarks import llm_plans
-from benchmarks.given import best_pipeline, equal_devices, random_chain
+from benchmarks.profiled import best_pipeline, equal_devices, random_chain
 from flexsearch import zoo
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.graph.given import GivenLayer, GivenProfile, given_graph
 from flexsearch.graph.importer import import_model
+from flexsearch.graph.profiled import LayerProfile, ProfiledLayer, profiled_graph
 from flexsearch.lower import Lowering
 from flexsearch.lower.share import stages_of
 from flexsearch.proof.bound import lower_bound
@@ -33,7 +33,8 @@ from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, ahead, search_hybrid
 from flexsearch.search.hybrid import search as search_module
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import plain_options, simplified
+from flexsearch.search.hybrid.answer import plain_options, roomiest, simplified
+from flexsearch.search.hybrid.constants import EQUAL
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.divide import Divider
 from flexsearch.search.hybrid.estimate import Estimate
@@ -254,7 +255,7 @@ def test_the_search_finds_the_best_of_all_layouts_without_resplitting() -> None:
         ),
         key=lambda c: c.rank,
     )  # fmt: skip
-    assert found().best.seconds <= best.seconds
+    assert found().best.seconds <= (1.0 + EQUAL) * best.seconds
     assert found().best.seconds <= min(c.seconds for c, step in found().baselines.values() if not step.missing)
     assert best.seconds >= found().bound_s > best.seconds / 100
     assert found().strategy.search is not None and found().strategy.search.bound_s == found().bound_s
@@ -427,8 +428,8 @@ def test_a_batch_that_suits_no_layout_is_refused_with_the_remedy() -> None:
 
 
 def test_layouts_that_the_topology_refuses_do_not_use_up_the_patience() -> None:
-    """GPUs of a P100 server are linked with each other directly: no replicas inside it can be folded."""
-    graph, topology = OperatorGraph.load("gpt2"), Topology.load("p100:1")
+    """GPUs of this V100 server are not joined alike: no replicas inside it can be folded."""
+    graph, topology = OperatorGraph.load("gpt2"), Topology.load("v100-nvlink-4")
     search = LayoutSearch(graph, topology, Options(), None, 1e9, None)
     ranking = Ranking(search.ratios, ((key, search.estimates.estimate(*key)) for key in search.numbers.layouts()))
     search._simulate_best(ranking)
@@ -436,6 +437,34 @@ def test_layouts_that_the_topology_refuses_do_not_use_up_the_patience() -> None:
     assert not any(key.layout.data > 1 for key, plan in search.simulated.items() if plan)
     expert = search.evaluate(Layout(1, 1, 4, 8, "zero-bubble"), Options())
     assert expert is not None and best is not None and best.seconds <= expert.seconds
+
+
+@pytest.mark.parametrize(
+    ("cluster", "inside"),
+    [
+        ("dgx-a100:1", set()), ("p100:1", set()), ("v100-nvlink-4", {(1, 1, (4,)), (1, 2, (2,)), (1, 1, (2, 2))}),
+        ("p100:2", {(1, 1, (4, 4)), (1, 1, (2,) * 4), (1, 2, (2, 2))}),
+    ],
+)  # fmt: skip
+def test_replicas_are_put_inside_ranks_where_blocks_are_not_alike_or_stages_may_be_on_hosts(
+    cluster: str, inside: set[tuple[int, int, tuple[int, ...]]]
+) -> None:
+    topology = Topology.load(cluster)
+    search = LayoutSearch(decoder(), topology, OPTIONS, None, 1e9)
+    layouts = [key.layout for key in search.numbers.layouts()]
+    assert {(f.data, f.tensor, f.widths) for f in layouts if f.widths} == inside
+    assert all(f.devices == len(topology.devices) for f in layouts)
+
+
+def test_stages_on_hosts_with_replicas_inside_them_are_simulated_and_told() -> None:
+    search = LayoutSearch(decoder(), Topology.load("p100:2"), OPTIONS, None, 1e9)
+    candidate = search.evaluate(Layout(1, 1, 2, 2, widths=(4, 4)), OPTIONS)
+    assert candidate is not None and "pipeline x data" in candidate.families
+    result = search._result(candidate, "")
+    assert [stage.mesh for stage in result.strategy.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert step_of_strategy(decoder(), result.strategy).makespan_s == candidate.seconds
+    row = StagedRow("", candidate.pipeline, OPTIONS, result.step, Sharding(States.OPTIMIZER), within=4)
+    assert layout_words(row).startswith("pipeline 2 x data 4, 2 microbatches of 8, 1F1B, optimizer sharded over 4")
 
 
 def test_what_is_wrong_in_a_simulation_is_not_taken_for_a_layout_that_does_not_suit(
@@ -521,10 +550,10 @@ def test_what_decides_uses_no_function_that_ieee_754_leaves_open(folder: str) ->
 
 def chain(layers: list[tuple[float, float, float]], batch: int = 32) -> OperatorGraph:
     """Layers with given times (s, forward and twice that backward), bytes of outputs and of weights."""
-    rows = [GivenLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
+    rows = [ProfiledLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
     for k, (seconds, sent, weights) in enumerate(layers):
-        rows.append(GivenLayer(f"layer{k}", (rows[-1].name,), seconds, 2 * seconds, sent, weights))
-    return given_graph("chain", GivenProfile(tuple(rows), True, batch))
+        rows.append(ProfiledLayer(f"layer{k}", (rows[-1].name,), seconds, 2 * seconds, sent, weights))
+    return profiled_graph("chain", LayerProfile(tuple(rows), True, batch))
 
 
 def test_divisions_reach_the_best_estimate_of_all_cuts_and_sizes() -> None:
@@ -693,6 +722,26 @@ def test_of_equally_fast_plans_the_one_with_more_free_memory_is_the_answer() -> 
     assert candidate is not None
     roomier = replace(candidate, used=candidate.used / 2)
     assert min(candidate, roomier, key=lambda one: one.rank) is roomier
+
+
+def test_of_plans_that_hardly_differ_in_time_the_one_that_takes_less_memory_is_the_answer() -> None:
+    search = LayoutSearch(decoder(), Topology.load("dgx-a100:1"), OPTIONS, None, 1e9, None)
+    candidate = search.evaluate(Layout(2, 2, 2, 4), OPTIONS)
+    assert candidate is not None
+    family, split = candidate.families[0], replace(candidate, own=False)
+
+    def plan(seconds: float, used: float, of: Candidate = split) -> Candidate:
+        return replace(of, seconds=seconds, used=used)
+
+    best, near, far = plan(1.0, 0.9), plan(1.0 + EQUAL / 2, 0.5), plan(1.0 + 2 * EQUAL, 0.1)
+    for plans in ([best, near, far], [far, near, best]):
+        assert roomiest({"": best}, plans) == {"": near}
+    # No answer is slower than a baseline that fits, of whose family the roomiest of about the same time stands for all.
+    baseline, roomier = plan(1.0 + EQUAL / 4, 0.8, candidate), plan(1.0 + EQUAL, 0.4, candidate)
+    assert roomiest({"": best, family: baseline}, [best, near, baseline]) == {"": baseline, family: baseline}
+    assert roomiest({"": best, family: baseline}, [best, near, baseline, roomier]) == {"": roomier, family: roomier}
+    over = replace(near, used=1.1)
+    assert roomiest({"": over}, [over]) == {"": over}
 
 
 def test_an_option_that_hardly_gains_is_left_as_usual() -> None:

@@ -27,7 +27,8 @@ from flexsearch.runtime import casts, wire
 from flexsearch.runtime import parts as runtime_parts
 from flexsearch.runtime.parallel import Parallel, distribute
 from flexsearch.runtime.parts import Part, Plan
-from flexsearch.strategy import Strategy, StrategyFile
+from flexsearch.search.hybrid import LayoutSearch
+from flexsearch.strategy import Options, Strategy, StrategyFile
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Topology
 from tests.random_strategies import strategies
@@ -243,6 +244,22 @@ def test_any_staged_plan_computes_what_one_device_does() -> None:
                 agree(expected[adamw], history, noise=NOISE if adamw else 1e-14)
             except AssertionError as error:
                 raise AssertionError(f"plan {number}, rank {rank}: {file}") from error
+
+
+def test_replicas_inside_hosts_with_stages_across_them_compute_what_one_device_does() -> None:
+    model, tokens, targets = deep()
+    imported = import_with_constants(model, (tokens,), tokens_loss, targets=targets)
+    topology = on_gpus(slow_between_hosts()) if ON_GPUS else slow_between_hosts()
+    search = LayoutSearch(imported.graph, topology, Options(), None, 1e9)
+    layout = next(f for key in search.numbers.layouts() if (f := key.layout).widths == (2, 2) and f.microbatches == 2)
+    candidate = search.evaluate(layout, Options())
+    assert candidate is not None
+    plan = search._result(candidate, "").strategy
+    assert [stage.mesh for stage in plan.stages] == [(0, 1), (2, 3)] and plan.microbatches == 2
+    single = baseline("single", imported.graph, cluster(1)).to_file().model_dump_json()
+    expected = pool(1).run(_staged, imported, single, False)[0]
+    for history in pool(4).run(_staged, imported, plan.to_file().model_dump_json(), False):
+        agree(expected, history)
 
 
 def _apart(imported: Imported, file: str) -> tuple[History, int, int]:

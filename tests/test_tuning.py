@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.report.layouts import layout_words
 from flexsearch.search import Evaluator, SearchResult, search
-from flexsearch.search.tuning import BUCKETS, candidates
+from flexsearch.search.tuning import BUCKETS, candidates, whole_seconds
 from flexsearch.setting import Setting
+from flexsearch.simulate.variants import Outcome, Plan, Variants
 from flexsearch.strategy import Options, States, Strategy, make_config
-from flexsearch.strategy.baselines import baselines
+from flexsearch.strategy.baselines import PIPELINES, baselines, stage_of
 from flexsearch.strategy.stage import ScheduleKind
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
@@ -237,6 +238,40 @@ def test_a_pipeline_that_does_not_fit_computes_again() -> None:
     small = with_memory(setting, kept.fullest.peak - 10**8)
     found = small.baseline("pipeline")
     assert found.options.recompute != "none" and not small.step(found).missing
+
+
+def test_the_stages_of_a_pipeline_are_those_of_its_placement() -> None:
+    setting = Setting.of(OperatorGraph.load("gpt2"), Topology.load("p100:2"))
+    for name, placement in PIPELINES.items():
+        of_operator = {n: k for k, stage in enumerate(setting.baseline(name).stages) for n in stage.operators}
+        seconds = whole_seconds(setting.graph, setting.costs)
+        numbers = stage_of(placement, setting.graph, setting.topology, seconds)
+        places = sorted(set(numbers))
+        assert [places.index(k) for k in numbers] == [of_operator[op.name] for op in setting.graph.operators]
+        devices = [set(config.devices) for config in setting.baseline(placement).in_order(setting.graph)]
+        assert all((a == b) == (one == other) for (a, one), (b, other) in pairwise(zip(numbers, devices, strict=True)))
+
+
+def test_a_pipeline_and_a_plan_of_one_stage_try_the_same_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, lists = gpt2(), dict[str, list[Options]]()
+    small = with_memory(setting, 10**8)  # nothing fits
+    outcome, use = Variants.outcome, Evaluator.use
+
+    def tried(variants: Variants, plan: Plan) -> Outcome:
+        lists.setdefault("pipeline", []).append(plan.options)
+        return outcome(variants, plan)
+
+    def used(evaluate: Evaluator, options: Options) -> None:
+        lists.setdefault("data-parallel", []).append(options)
+        use(evaluate, options)
+
+    monkeypatch.setattr(Variants, "outcome", tried)
+    pipeline = small.baseline("pipeline")
+    monkeypatch.setattr(Evaluator, "use", used)
+    parallel = small.baseline("data-parallel")
+    saving = {name: {o.recompute for o in row} - {"none"} for name, row in lists.items()}
+    assert saving == {"pipeline": {"attention", "full"}, "data-parallel": {"attention", "full"}}
+    assert pipeline.options.recompute == parallel.options.recompute == "none"  # as they are, where nothing fits
 
 
 def test_a_model_without_microbatches_has_no_pipeline() -> None:

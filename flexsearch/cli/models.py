@@ -89,10 +89,10 @@ def import_(
     if name is not None and (not name.isprintable() or not 0 < len(name) <= 200):
         raise typer.BadParameter("give up to 200 printable characters", param_hint="--name")
     if format_ is not None:
-        from flexsearch.cli import given
+        from flexsearch.cli import profiled
 
-        given.check_options({"--opaque": opaque, "--batch-norm-groups": batch_norm_groups > 1, "--set": set_})
-        given.import_given(format_, model, output, batch, name, as_json)
+        profiled.check_options({"--opaque": opaque, "--batch-norm-groups": batch_norm_groups > 1, "--set": set_})
+        profiled.write_graph(format_, model, output, batch, name, as_json)
         return
     arguments = keywords(batch, set_)
     if model.startswith("hf:"):

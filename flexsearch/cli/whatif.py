@@ -123,8 +123,8 @@ def _search(
     from flexsearch.changing import on_changed
     from flexsearch.setting import parse_budget
 
-    found_by = plan.search.start if plan.search is not None else ""
-    layouts = not plan.is_plain or found_by == "layouts" or too_large(setting.graph)
+    start = plan.search.start if plan.search is not None else ""
+    layouts = not plan.is_plain or start == "layouts" or too_large(setting.graph)
     if layouts:
         need_time(budget)
     space: Space = "layouts" if layouts else "free"

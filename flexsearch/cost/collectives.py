@@ -12,6 +12,9 @@ an all-reduce: from the start), n the number of devices on H hosts, p the passes
 - **tree** (all-reduce only): chains inside hosts, a double binary tree between them. A host within the tree sends its
   sum up and totals down to its children: 2 S, over all rails. 2 ((m-1) + log2 H) steps.
 
+Inside a host whose devices direct links join, the bytes of a ring are shared out among as many rings as its links carry
+(``topology.rings``); where the hosts of a group differ, as many as on the host that has fewest.
+
 A group within one host goes by its measured start and bus bandwidth (``Communication.groups``), which are those of the
 algorithm that NCCL picks, or by those of the two protocols that it changes between. Between hosts a step inside costs
 what the measured starts say, one across the route's latency more; ``factors`` holds for all links.
@@ -23,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import ONE, U32, ZERO, lean
+from flexsearch.compiled import ONE, TWO, U32, ZERO, lean
 from flexsearch.cost.tally import WAYS, WORD, Loads, Rates, Tally, carry, clear, link_seconds, settle, sort
-from flexsearch.topology.routes import RouteTable
+from flexsearch.topology.routes import RouteTable, lanes_between, rings_among
 
 # Constants that are handed on have a numpy type: for every plain number numba would compile a function again.
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, EXCHANGE = (np.uint64(k) for k in range(5))
@@ -47,13 +50,14 @@ def ring_edge(count: Any, nbytes: Any) -> Any:
 
 
 @lean
-def _sizes(form: Any, count: Any, nbytes: Any) -> Any:
-    """Of a collective among ``count`` members: passes, bytes that each edge of a ring carries, and those that the
-    members have or get."""
+def _sizes(form: Any, count: Any, nbytes: Any, rings: Any) -> Any:
+    """Of a collective among ``count`` members: passes, bytes that each edge of one of ``rings`` carries, and the share
+    of a ring of those that the members have or get."""
+    shares = np.int64(rings)
     if form == ALL_REDUCE:
-        return np.int64(2), ring_edge(count, nbytes), np.int64(nbytes)
+        return np.int64(2), ring_edge(count, nbytes) // shares, np.int64(nbytes) // shares
     members = np.int64(count)
-    return np.int64(1), np.int64(nbytes) // members, np.int64(nbytes) // (members - np.int64(1))
+    return np.int64(1), np.int64(nbytes) // members // shares, np.int64(nbytes) // (members - np.int64(1)) // shares
 
 
 @lean
@@ -65,8 +69,8 @@ def price_collective(
     those that each device holds; of an all-gather or reduce-scatter those that are to cross devices, all together.
     Adds rows to ``loads``; leaves ``tally.unit``."""
     count = last - first
-    passes, edge, size = _sizes(form, count, nbytes)
     slot = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count)
+    passes, edge, size = _sizes(form, count, nbytes, tally.groups.rings[slot])
     steps = np.float64(passes * (np.int64(count) - np.int64(1)))
     if tally.groups.hosts[slot] > np.uint32(1):
         return _across(rates, tally, loads, form, slot, count, passes, steps, edge, size)
@@ -140,8 +144,8 @@ def note_least(
     seconds that a collective with these and other bytes keeps the link busy at least on their behalf. Which algorithm
     and protocol it uses depends on all its bytes, so it is the least of all."""
     count = last - first
-    passes, edge, size = _sizes(form, count, nbytes)
     slot, groups = _slot_of(routes, rates, tally, rates.by_group[form], devices, first, count), tally.groups
+    passes, edge, size = _sizes(form, count, nbytes, groups.rings[slot])
     hosts, rails, factor = np.uint64(groups.hosts[slot]), np.int64(groups.fewest[slot]), rates.factor[form]
     if hosts == ONE:
         if rates.by_group[form] == 1 and rates.group_factor[count] > 0.0:
@@ -220,20 +224,22 @@ def _fill(
         members = np.uint64(tally.begin[np.uint64(h) + ONE]) - np.uint64(tally.begin[h])
         fewest, most = min(fewest, members), max(most, members)
     groups.hosts[slot], groups.fewest[slot], groups.most[slot] = hosts, fewest, most
-    _rings(routes, rates, tally, hosts, fewest if hosts > ONE else ONE)
+    groups.rings[slot] = _direct_rings(routes, tally, hosts) if by_group == 1 else ONE
+    rings = np.uint64(groups.rings[slot])
+    _rings(routes, rates, tally, hosts, fewest if hosts > ONE else ONE, rings)
     groups.latency[slot] = tally.latency[0]
     _note(tally, slot, RINGS)
     if hosts == ONE:
         return
     if fewest == most and most > ONE:
-        _phase_inside(routes, rates, tally, hosts)
+        _phase_inside(routes, rates, tally, hosts, rings)
         _note(tally, slot, INSIDE)
-        _phase_between(routes, rates, tally, hosts)
+        _phase_between(routes, rates, tally, hosts, rings)
         _note(tally, slot, BETWEEN)
-        _phase_inside(routes, rates, tally, hosts)
-        _phase_between(routes, rates, tally, hosts)
+        _phase_inside(routes, rates, tally, hosts, rings)
+        _phase_between(routes, rates, tally, hosts, rings)
         _note(tally, slot, BOTH)
-    _tree(routes, rates, tally, hosts, fewest)
+    _tree(routes, rates, tally, hosts, fewest, rings)
     _note(tally, slot, TREE)
 
 
@@ -299,20 +305,56 @@ def _by_host(rates: Rates, tally: Tally, devices: U32, first: Any, count: Any) -
 
 
 @lean
-def _rings(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any) -> None:
-    """Rings over all members: ring r enters a host at its member r and leaves it at the one before. An amount of 1 is
-    what a ring carries over an edge."""
+def _direct_rings(routes: RouteTable, tally: Tally, hosts: Any) -> Any:
+    """The fewest rings over direct links among the members on one of the hosts; 1 if somewhere there is none, and where
+    each host has one member."""
+    fewest = LOW
     for h in range(hosts):
-        begin = np.uint64(tally.begin[h])
-        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
-        for q in range(members):
-            following = (np.uint64(q) + ONE) % members
-            # Not the ring that leaves here.
-            uses = np.int64(rails) - np.int64(1 if hosts > ONE and following < rails else 0)
-            if members > ONE and uses > 0:
-                carry(routes, rates, tally, tally.order[begin + np.uint64(q)], tally.order[begin + following], uses)
+        begin, end = np.uint64(tally.begin[h]), np.uint64(tally.begin[np.uint64(h) + ONE])
+        if end - begin > ONE:
+            fewest = min(fewest, max(rings_among(routes, tally.order, begin, end), ONE))
+    return fewest if fewest < LOW else ONE
+
+
+@lean
+def _around(
+    routes: RouteTable, rates: Rates, tally: Tally, h: Any, rings: Any, uses: Any, rails: Any, back: Any
+) -> None:
+    """What goes around host h, where a ring brings ``uses`` onto each of its edges, but 1 less on those that lead to
+    the first ``rails`` members. Of several ``rings`` over direct links the mean of that, rounded up, onto each of their
+    lanes. ``back``: as much goes the other way round."""
+    begin = np.uint64(tally.begin[h])
+    members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
+    if members == ONE:
+        return
+    if rings > ONE:
+        mean = (uses - np.int64(rails) // np.int64(members)) * np.int64(2 if back else 1)
+        share = np.int64(rings) if members == TWO else (np.int64(rings) + np.int64(1)) // np.int64(2)
+        for p in range(members):
+            for q in range(members):
+                one, other = tally.order[begin + np.uint64(p)], tally.order[begin + np.uint64(q)]
+                lanes = min(lanes_between(routes, one, other), share)
+                if lanes > 0:
+                    carry(routes, rates, tally, one, other, mean * lanes)
+        return
+    for q in range(members):
+        following = (np.uint64(q) + ONE) % members
+        amount = uses - np.int64(1 if following < rails else 0)
+        one, other = tally.order[begin + np.uint64(q)], tally.order[begin + following]
+        if amount > 0:
+            carry(routes, rates, tally, one, other, amount)
+            if back:
+                carry(routes, rates, tally, other, one, amount)
+
+
+@lean
+def _rings(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any, rings: Any) -> None:
+    """Rings over all members: ring r enters a host at its member r and leaves it at the one before. An amount of 1 is
+    what one of ``rings`` carries over an edge."""
+    for h in range(hosts):  # not over the edge before which a ring leaves
+        _around(routes, rates, tally, h, rings, np.int64(rails), rails if hosts > ONE else ZERO, False)
     if hosts > ONE:
-        _rails(routes, rates, tally, hosts, rails, np.int64(1))
+        _rails(routes, rates, tally, hosts, rails, np.int64(rings))
 
 
 @lean
@@ -327,39 +369,27 @@ def _rails(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: An
 
 
 @lean
-def _phase_inside(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any) -> None:
+def _phase_inside(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rings: Any) -> None:
     """A ring in each host of m members: m - 1 parts of a rail, H of which make a member's share, on each edge."""
+    members = np.int64(tally.begin[1])
     for h in range(hosts):
-        begin = np.uint64(tally.begin[h])
-        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
-        amount = (np.int64(members) - np.int64(1)) * np.int64(hosts)
-        for q in range(members):
-            following = tally.order[begin + (np.uint64(q) + ONE) % members]
-            carry(routes, rates, tally, tally.order[begin + np.uint64(q)], following, amount)
+        _around(routes, rates, tally, h, rings, (members - np.int64(1)) * np.int64(hosts), ZERO, False)
 
 
 @lean
-def _phase_between(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any) -> None:
+def _phase_between(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rings: Any) -> None:
     """A ring over the hosts for each rail, which keeps to the members of one place: H - 1 parts on each edge."""
-    members = np.uint64(tally.begin[1])
+    members, amount = np.uint64(tally.begin[1]), (np.int64(hosts) - np.int64(1)) * np.int64(rings)
     for h in range(hosts):
         begin, following = np.uint64(tally.begin[h]), np.uint64(tally.begin[(np.uint64(h) + ONE) % hosts])
         for q in range(members):
             one, other = tally.order[begin + np.uint64(q)], tally.order[following + np.uint64(q)]
-            carry(routes, rates, tally, one, other, np.int64(hosts) - np.int64(1))
+            carry(routes, rates, tally, one, other, amount)
 
 
 @lean
-def _tree(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any) -> None:
+def _tree(routes: RouteTable, rates: Rates, tally: Tally, hosts: Any, rails: Any, rings: Any) -> None:
     """Chains inside the hosts, sums one way and totals the other; between hosts what a host within a tree sends."""
     for h in range(hosts):
-        begin = np.uint64(tally.begin[h])
-        members = np.uint64(tally.begin[np.uint64(h) + ONE]) - begin
-        for q in range(members):
-            following = (np.uint64(q) + ONE) % members
-            uses = np.int64(rails) - np.int64(1 if following < rails else 0)
-            if members > ONE and uses > 0:
-                one, other = tally.order[begin + np.uint64(q)], tally.order[begin + following]
-                carry(routes, rates, tally, one, other, uses)
-                carry(routes, rates, tally, other, one, uses)
-    _rails(routes, rates, tally, hosts, rails, np.int64(2))
+        _around(routes, rates, tally, h, rings, np.int64(rails), rails, True)
+    _rails(routes, rates, tally, hosts, rails, np.int64(2) * np.int64(rings))

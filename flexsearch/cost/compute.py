@@ -31,7 +31,7 @@ from flexsearch.topology import Device, Topology
 class Costs:
     """Seconds of compute tasks of a graph on the devices of a topology.
 
-    Times that the graph itself gives (:meth:`OperatorKind.given_seconds`) hold on all devices. Else measurements of
+    Times that the graph itself gives (:meth:`OperatorKind.own_seconds`) hold on all devices. Else measurements of
     ``profile`` come first, for devices that it fits. Its gaps are filled by the roofline times the
     median ratio of measured to roofline of the same kind (where none of that kind was measured: of all). What the
     profile has learned from whole steps comes on top. Where two operators divide the backward pass of one, each has its
@@ -54,9 +54,9 @@ class Costs:
         self._classes = tuple(classes)
         _check_kernels(classes)
         self._models = tuple(DeviceModel(device, profile) for device in classes)
-        self._known_seconds: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
-        self._known_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
-        self._known_launches: dict[tuple[int, tuple[int, int, int]], tuple[float, float, float]] = {}
+        self._cached_seconds: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        self._cached_halves: dict[tuple[int, tuple[int, ...], int], tuple[float, float]] = {}
+        self._cached_launches: dict[tuple[int, tuple[int, int, int]], tuple[float, float, float]] = {}
         if profile is not None and not any(model.profile for model in self._models):
             raise ProfileError(
                 f"the profile was measured on {profile.device}, but topology {topology.name} has "
@@ -120,7 +120,7 @@ class Costs:
         that which makes the gradients of inputs, and of that which makes those of parameters. Together they take as
         long as the whole, or longer: what the first half reads is set aside, the second is a call of autograd of its
         own."""
-        seconds, cached = [], self._known_halves
+        seconds, cached = [], self._cached_halves
         for extent in extents:
             key = self.alike[operator], extent, kind
             if key not in cached:
@@ -137,8 +137,8 @@ class Costs:
         the latter for gradients of parameters alone; in parts of what launching one takes (``LAUNCH_PARTS``). Of kinds
         of devices, the most."""
         key = self.alike[operator], self._costed[operator].launches
-        if (cached := self._known_launches.get(key)) is None:
-            cached = self._known_launches[key] = self._count_launches(operator)
+        if (cached := self._cached_launches.get(key)) is None:
+            cached = self._cached_launches[key] = self._count_launches(operator)
         return cached
 
     def _count_launches(self, operator: int) -> tuple[float, float, float]:
@@ -159,9 +159,9 @@ class Costs:
     def _seconds(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
         """Of a piece of these extents on a kind of device."""
         key = self.alike[operator], extents, kind
-        if (cached := self._known_seconds.get(key)) is None:
+        if (cached := self._cached_seconds.get(key)) is None:
             named = dict(zip(self._axes[operator], extents, strict=True))
-            graph_seconds = kind_of(self.graph.operators[operator]).given_seconds(self.graph.operators[operator], named)
+            graph_seconds = kind_of(self.graph.operators[operator]).own_seconds(self.graph.operators[operator], named)
             if graph_seconds is not None:
                 forward, backward = in_ticks(*graph_seconds)
             else:
@@ -170,7 +170,7 @@ class Costs:
                 share = self._costed[operator].weight_share(named)
                 own = (0.0, backward * share) if half == "weights" else (forward, backward * (1.0 - share))
                 forward, backward = in_ticks(*own)
-            cached = self._known_seconds[key] = forward, backward if self.graph.has_backward[operator] else 0.0
+            cached = self._cached_seconds[key] = forward, backward if self.graph.has_backward[operator] else 0.0
         return cached
 
     def _seconds_of_halves(self, operator: int, extents: tuple[int, ...], kind: int) -> tuple[float, float]:
@@ -180,7 +180,7 @@ class Costs:
             return (0.0, backward) if half == "weights" else (backward, 0.0)
         named = dict(zip(self._axes[operator], extents, strict=True))
         weights = float(whole(backward * costed.weight_share(named)))
-        if not backward or kind_of(costed.op).given_seconds(costed.op, named) is not None:
+        if not backward or kind_of(costed.op).own_seconds(costed.op, named) is not None:
             return backward - weights, weights
         inputs, weights = self._models[kind].halves(costed, named, backward - weights, backward)
         return (inputs, max(weights, backward - inputs)) if costed.trained else (max(inputs, backward), 0.0)
@@ -192,7 +192,7 @@ class Costs:
             columns = [extents[axis].tolist() for axis in self._axes[operator]]
             rows = [self._seconds(operator, row, self._class_of[device]) for row in zip(*columns, strict=True)]
             return np.array([f for f, _ in rows]), np.array([b for _, b in rows])
-        graph_seconds = kind_of(op).given_seconds(op, extents)
+        graph_seconds = kind_of(op).own_seconds(op, extents)
         if graph_seconds is not None:
             forward, backward = (task_seconds(np.asarray(seconds, np.float64)) for seconds in graph_seconds)
         else:

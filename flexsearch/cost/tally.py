@@ -70,14 +70,16 @@ class GroupTable(NamedTuple):
     """What the algorithms for groups of devices bring onto links, for groups that were priced (``collectives``). A
     group has the slot that its key's hash says, from which it drives out another one. By slot: ``member``, its key in
     words (all 0: the slot is empty), the first of which says of which sort it is, and in the others, bit by bit, which
-    devices belong to it; ``hosts``, and the ``fewest`` and ``most`` members on one; ``latency`` of the longest edge of
-    its rings, s. By slot and way: rows ``first`` to ``middle`` are links, those to ``last`` processors, each a
-    ``resource`` and an ``amount``. (1,): rows so far, ``size``. ``key``: room for the key of the group at hand."""
+    devices belong to it; ``hosts``, and the ``fewest`` and ``most`` members on one; ``rings`` over direct links inside
+    them (at least 1), by which amounts are multiplied; ``latency`` of the longest edge of its rings, s. By slot and
+    way: rows ``first`` to ``middle`` are links, those to ``last`` processors, each a ``resource`` and an ``amount``.
+    (1,): rows so far, ``size``. ``key``: room for the key of the group at hand."""
 
     member: U64
     hosts: U32
     fewest: U32
     most: U32
+    rings: U32
     latency: F64
     first: U32
     middle: U32
@@ -335,10 +337,10 @@ def make_tally(topology: Topology) -> Tally:
 def _group_table(resources: int, devices: int) -> GroupTable:
     """An empty one, with room for all rows of at least one group."""
     words, rows = 1 - -devices // int(WORD), max(ROWS, 4 * int(WAYS) * resources)
-    hosts, fewest, most = (np.zeros(SLOTS, np.uint32) for _ in range(3))
+    hosts, fewest, most, rings = (np.zeros(SLOTS, np.uint32) for _ in range(4))
     first, middle, last = (np.zeros(SLOTS * int(WAYS), np.uint32) for _ in range(3))
     return GroupTable(
-        np.zeros(SLOTS * words, np.uint64), hosts, fewest, most, np.zeros(SLOTS), first, middle, last,
+        np.zeros(SLOTS * words, np.uint64), hosts, fewest, most, rings, np.zeros(SLOTS), first, middle, last,
         np.zeros(rows, np.uint32), np.zeros(rows, np.int64), np.zeros(1, np.uint64), np.zeros(words, np.uint64),
     )  # fmt: skip
 

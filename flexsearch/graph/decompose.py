@@ -19,10 +19,10 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     return {
         target: function
         for target, function in table.items()
-        if isinstance(target, OpOverload) and not _is_known(target)
+        if isinstance(target, OpOverload) and not _is_supported(target)
     }
 
 
-def _is_known(target: OpOverload) -> bool:
+def _is_supported(target: OpOverload) -> bool:
     library, name = target._schema.name.split("::")
     return find_trace(str(target)) is not None or (library == "aten" and name in POINTWISE)

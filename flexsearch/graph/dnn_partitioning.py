@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flexsearch.errors import FileFormatError
 from flexsearch.files import parse, printable, read_json
-from flexsearch.graph.given import DEFAULT_BATCH, GivenLayer, GivenProfile, in_order
+from flexsearch.graph.profiled import DEFAULT_BATCH, LayerProfile, ProfiledLayer, in_order
 from flexsearch.quantities import MAX_OPERATORS
 
 BYTES_PER_MS: Final = 2**31
@@ -84,7 +84,7 @@ def load_file(path: str | Path) -> File:
     return file
 
 
-def read_dnn_partitioning(path: str | Path, batch: int | None = None) -> GivenProfile:
+def read_dnn_partitioning(path: str | Path, batch: int | None = None) -> LayerProfile:
     """The profile in a file. A forward node and the backward nodes of its colour class become one layer; a file without
     backward nodes is of inference. ``batch``: samples of the minibatch, which the format does not tell.
 
@@ -99,7 +99,7 @@ def read_dnn_partitioning(path: str | Path, batch: int | None = None) -> GivenPr
         if edge.sourceId in ids and edge.destId in ids and edge.sourceId not in reads[edge.destId]:
             reads[edge.destId].append(edge.sourceId)
     layers = [
-        GivenLayer(
+        ProfiledLayer(
             f"node{node.id}", tuple(f"node{i}" for i in sorted(reads[node.id])), node.fpgaLatency / 1e3,
             backward_ms[node.id] / 1e3, outputs.get(node.id, 0.0), max(0.0, node.size - outputs.get(node.id, 0.0)),
             printable(node.name), f"{Path(path).name}: node {node.id}",
@@ -110,7 +110,7 @@ def read_dnn_partitioning(path: str | Path, batch: int | None = None) -> GivenPr
              + ("" if batch else ", which the file does not tell; --batch gives another")]  # fmt: skip
     notes += _left_out(file, forward)
     trained = len(forward) < len(file.nodes)
-    return GivenProfile(in_order(layers, source), trained, batch or DEFAULT_BATCH, tuple(notes))
+    return LayerProfile(in_order(layers, source), trained, batch or DEFAULT_BATCH, tuple(notes))
 
 
 def _left_out(file: File, forward: Sequence[Node]) -> list[str]:

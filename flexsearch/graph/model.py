@@ -38,7 +38,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 
-def _known(dtype: str) -> str:
+def _check_dtype(dtype: str) -> str:
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
     return dtype
@@ -56,7 +56,7 @@ class Flow(IntEnum):
 HALF: Final = "gradients_of"
 """Attribute of an operator whose backward pass is divided among two: see ``Operator.half``."""
 
-Dtype = Annotated[str, AfterValidator(_known)]
+Dtype = Annotated[str, AfterValidator(_check_dtype)]
 """Name of an element type."""
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from flexsearch.errors import FileFormatError
 from flexsearch.files import printable, read_text
-from flexsearch.graph.given import DEFAULT_BATCH, ITEM_BYTES, GivenLayer, GivenProfile, in_order
+from flexsearch.graph.profiled import DEFAULT_BATCH, ITEM_BYTES, LayerProfile, ProfiledLayer, in_order
 
 FIELDS: Final = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _LINEAR: Final = re.compile(r"Linear\(.*\bout_features=(\d{1,9})\b")
@@ -24,7 +24,7 @@ _LARGEST: Final = dict(zip(FIELDS, (1e9, 1e9, 1e15, 1e15), strict=True))
 """ms and bytes: what is beyond is no measurement."""
 
 
-def read_pipedream(path: str | Path, batch: int | None = None) -> GivenProfile:
+def read_pipedream(path: str | Path, batch: int | None = None) -> LayerProfile:
     """The profile in a file. ``batch``: samples of its minibatch; None: as many as the outputs of its linear layers
     have rows. An ``Input`` node becomes an input of the graph: its time, that of loading data, is left out.
 
@@ -37,13 +37,13 @@ class _Reader:
         self.file = Path(path).name
         self.source = f"PipeDream profile {printable(str(path))}"
         self.lines = read_text(path, self.source, "a PipeDream profile (*.graph.txt)").splitlines()
-        self.nodes: dict[str, GivenLayer] = {}
+        self.nodes: dict[str, ProfiledLayer] = {}
         self.edges: dict[str, dict[str, int]] = {}
 
     def error(self, number: int, problem: str, remedy: str) -> FileFormatError:
         return FileFormatError(f"{self.source}, line {number}: {problem}", remedy)
 
-    def profile(self, batch: int | None) -> GivenProfile:
+    def profile(self, batch: int | None) -> LayerProfile:
         for number, line in enumerate(self.lines, 1):
             if not line.strip():
                 continue
@@ -65,9 +65,9 @@ class _Reader:
         trained = any(layer.backward_s > 0 for layer in layers)
         if not trained:
             notes.append("no node has a backward time, so the weights are not trained")
-        return GivenProfile(layers, trained, batch, tuple(notes))
+        return LayerProfile(layers, trained, batch, tuple(notes))
 
-    def _linked(self) -> list[GivenLayer]:
+    def _linked(self) -> list[ProfiledLayer]:
         """The nodes with what they read."""
         for source, targets in self.edges.items():
             for target, number in targets.items():
@@ -82,7 +82,7 @@ class _Reader:
             if inputs and self.nodes[name].data:
                 raise FileFormatError(f"{self.source}: the Input node {name!r} reads {inputs[0]!r}", "Remove the edge.")
         return [
-            GivenLayer(
+            ProfiledLayer(
                 name, tuple(reads[name]), n.forward_s, n.backward_s, n.output_bytes, n.parameter_bytes, n.text,
                 n.source, n.data,
             )
@@ -109,7 +109,7 @@ class _Reader:
             raise self.error(number, f"there are two nodes {name!r}", "Give each node one line.")
         fields = self._fields(number, values)
         forward, backward, output, parameters = (self._amount(number, field, fields[field]) for field in FIELDS)
-        self.nodes[name] = GivenLayer(
+        self.nodes[name] = ProfiledLayer(
             name, (), forward / 1e3, backward / 1e3, output, parameters, text[:1000], f"{self.file}:{number}",
             text == "Input",
         )  # fmt: skip
@@ -148,7 +148,7 @@ def _natural(name: str) -> tuple[object, ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,18})", name))
 
 
-def _rows(nodes: Mapping[str, GivenLayer]) -> int | None:
+def _rows(nodes: Mapping[str, ProfiledLayer]) -> int | None:
     """Rows that the outputs of all linear layers have; None if there are none, or they disagree."""
     row_counts = set()
     for node in nodes.values():

@@ -33,8 +33,8 @@ class Wiring(NamedTuple):
     result_last: U32
     result_slot: U32
     result_buffer: U32  # by place in ``result_slot``: the buffer, or ALWAYS
-    made_first: U32  # by operator: tensors that it makes
-    made_last: U32
+    output_first: U32  # by operator: tensors that it makes
+    output_last: U32
     buffer_first: U32  # by buffer: slots that read it, in ``buffer_slot``
     buffer_last: U32
     buffer_slot: U32

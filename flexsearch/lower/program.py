@@ -188,7 +188,7 @@ def make_wiring(graph: OperatorGraph, lowering: Pieces) -> Wiring:
         tensor_first=consumers.first, tensor_last=consumers.last, tensor_slot=consumers.all,
         result_first=kept.first, result_last=kept.last, result_slot=kept.all,
         result_buffer=numbers(owner[int(s) - count] for s in kept.all),
-        made_first=output_tensors.first, made_last=output_tensors.last,
+        output_first=output_tensors.first, output_last=output_tensors.last,
         buffer_first=read.first, buffer_last=read.last, buffer_slot=read.all, buffer_result=numbers(replaced),
         result_need=numbers(needs[int(s) - count] for s in kept.all),
         weight_type=numbers(lowering.weight_types[graph.tensor[name].dtype] for name in parameters),

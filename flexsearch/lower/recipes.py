@@ -135,13 +135,13 @@ def _replicas(lowered: Lowered, weight: Weight, recipe: Recipe) -> Iterator[tupl
     )  # fmt: skip
     training = [o for o, p in readers if lowered.graph.flows[o][p] != Flow.VALUE]
     for box, devices in kept.items():
-        if len(devices) > 1 and not (training and all(_made_alike(lowered, o, devices) for o in training)):
+        if len(devices) > 1 and not (training and all(_same_pieces(lowered, o, devices) for o in training)):
             for operator in training:
                 _check_shares(lowered, operator, sorted(devices), name, recipe)
             yield box, tuple(sorted(devices))
 
 
-def _made_alike(lowered: Lowered, operator: int, devices: Sequence[int]) -> bool:
+def _same_pieces(lowered: Lowered, operator: int, devices: Sequence[int]) -> bool:
     """Whether all ``devices`` run the same pieces of an operator."""
     op, config = lowered.graph.operators[operator], lowered.configs[operator]
     first, *others = (set(_parts(op, config, device)[0]) for device in devices)

@@ -69,9 +69,9 @@ def wire(
         i = np.uint64(change.operator[k])
         if state.config[i] == before.config[i]:
             continue
-        first, first_output = np.uint64(program.operand_first[i]), np.uint64(wiring.made_first[i])
+        first, first_output = np.uint64(program.operand_first[i]), np.uint64(wiring.output_first[i])
         operands = np.uint64(program.operand_last[i]) - first
-        for j in range(operands + np.uint64(wiring.made_last[i]) - first_output):
+        for j in range(operands + np.uint64(wiring.output_last[i]) - first_output):
             tensor = first_output + j - operands
             if j < operands:
                 tensor = np.uint64(wiring.slot_tensor[first + j])

@@ -74,7 +74,7 @@ def pipeline_words(pipeline: Pipeline, options: Options, batch: int, sharding: S
     if sharding.states:
         twice = options.reshard_after_forward and sharding.states == States.WEIGHTS
         again = " and gathered again in the backward pass" if twice else ""
-        over = f" over {pipeline.replicas}" if alike and pipeline.replicas > 1 else ""
+        over = f" over {data}" if alike and data > 1 else ""
         if 0 < sharding.over < sum(sizes) * pipeline.replicas:
             over = f" over {max(1, sharding.over // sum(sizes))} of {pipeline.replicas}" if alike else " inside hosts"
         words.append(f"{sharding.states.name.lower()} sharded{over}{again}")

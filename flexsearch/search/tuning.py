@@ -8,7 +8,7 @@ ties go to the first, which is the default of ``Options``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -21,7 +21,7 @@ from flexsearch.lower import Lowering
 from flexsearch.lower.recompute import recomputations
 from flexsearch.search.constants import SYNCHRONISE_BY
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, by_rank
-from flexsearch.simulate.variants import Outcome, Plan, Variants
+from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import Options, States, Strategy
 from flexsearch.strategy.baselines import Seconds, baseline, baselines
 from flexsearch.strategy.pipeline import Pipeline
@@ -135,21 +135,36 @@ def synchronised(
 
 
 def fitted(plan: Tuned, evaluate: Evaluator) -> Tuned:
-    """A plan of one stage that lacks memory with the recomputation, or the weights gathered again, with which it fits;
-    the fastest of these. As it is if it fits or none does, or if its options say already what is computed again."""
-    if plan.evaluation.feasible or plan.options.recompute != "none":
-        return plan
-    gathers = any(config.states == States.WEIGHTS for config in plan.configs)
-    choices = [
-        plan.options.model_copy(update={"recompute": recompute, "reshard_after_forward": again})
-        for again in dict.fromkeys((plan.options.reshard_after_forward, gathers))
-        for recompute in recomputations(evaluate.graph)
-    ]
+    """A plan of one stage with what makes it fit (``with_room``)."""
     before = evaluate.options
-    tried = [(choice, cost) for _, choice, cost in evaluations(evaluate, {"": plan.configs}, choices[1:])]
+
+    def attempt(options: Options) -> Evaluation:
+        evaluate.use(options)
+        return evaluate(plan.configs)
+
+    sharded = any(config.states == States.WEIGHTS for config in plan.configs)
+    options, evaluation = with_room(evaluate.graph, plan.options, plan.evaluation, sharded, attempt)
     evaluate.use(before)
-    best = best_options(plan.configs, [(plan.options, plan.evaluation), *tried])
-    return best if best.evaluation.feasible else plan
+    return Tuned(plan.configs, options, evaluation)
+
+
+def with_room(
+    graph: OperatorGraph, options: Options, evaluation: Evaluation, sharded: bool,
+    attempt: Callable[[Options], Evaluation | None],
+) -> tuple[Options, Evaluation]:  # fmt: skip
+    """The options of a plan, and what it costs. If it lacks memory: with the recomputation, or its ``sharded`` weights
+    gathered again, with which it fits; the fastest of these. As it is if none does, or if the options say already what
+    is computed again. ``attempt``: what other options cost; None if they are not legal."""
+    if evaluation.feasible or options.recompute != "none":
+        return options, evaluation
+    tried = [(options, evaluation)]
+    for again in dict.fromkeys((options.reshard_after_forward, sharded)):
+        for recompute in recomputations(graph):
+            other = options.model_copy(update={"recompute": recompute, "reshard_after_forward": again})
+            if other != options and (cost := attempt(other)) is not None:
+                tried.append((other, cost))
+    best = min(tried, key=lambda pair: by_rank(pair[1]))
+    return best if best[1].feasible else tried[0]
 
 
 def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
@@ -166,67 +181,54 @@ def whole_seconds(graph: OperatorGraph, costs: Costs) -> Seconds:
     return lambda operator, device: of_kind(operator, first[device])
 
 
-def pipelined(variants: Variants, placement: Strategy) -> Strategy:
-    """The stages of a placement with the number of microbatches (two or more), the schedule (1F1B or zero bubble) and,
-    where memory is short and the options say none, the recomputation that suit them best. Raises StrategyError where
-    the model has no microbatches, with the reason."""
-    graph, plan, reason = variants.graph, _stages_of(placement, variants.graph), ""
-    tried: list[tuple[Outcome, Plan]] = []
+def pipelined(variants: Variants, placement: Strategy, stage_of: Sequence[int]) -> Strategy:
+    """The stages of a placement (``stage_of``: by operator) with the number of microbatches (two or more), the schedule
+    (1F1B or zero bubble) and what makes it fit (``with_room``) that suit them best. Raises StrategyError where the
+    model has no microbatches, with the reason."""
+    graph, plan, reason = variants.graph, _in_stages(placement, variants.graph, stage_of), ""
+    tried: list[tuple[Plan, Evaluation]] = []
 
-    def attempt(other: Plan) -> bool:
+    def attempt(other: Plan) -> Evaluation | None:
         nonlocal reason
         outcome = variants.outcome(other)
-        if outcome.seconds is None:
-            reason = reason or outcome.remark
-            return False
-        tried.append((outcome, other))
-        return min(tried, key=_by_outcome) == tried[-1]
+        reason = reason or outcome.remark
+        return None if outcome.seconds is None else Evaluation(outcome.seconds, outcome.shortfall)
+
+    def is_best(other: Plan) -> bool:
+        if (evaluation := attempt(other)) is not None:
+            tried.append((other, evaluation))
+        return evaluation is not None and min(tried, key=lambda pair: by_rank(pair[1])) is tried[-1]
 
     worse = 0
     for count in range(2, graph.batch + 1) if len(plan.pipeline.first) > 1 else ():
         if graph.batch % count == 0 and worse < WORSE:
-            better = attempt(replace(plan, pipeline=replace(plan.pipeline, microbatches=count)))
+            better = is_best(replace(plan, pipeline=replace(plan.pipeline, microbatches=count)))
             worse = 0 if better else worse + bool(tried)
     if not tried:
         why = reason or "there is one stage"
         raise StrategyError(f"a pipeline does not apply to {graph.name} on {variants.topology.name}: {why}")
-    best = min(tried, key=_by_outcome)[1]
-    attempt(replace(best, pipeline=replace(best.pipeline, schedule="zero-bubble")))
-    outcome, best = min(tried, key=_by_outcome)
-    for recompute in ("attention", "full") if outcome.missing and best.options.recompute == "none" else ():
-        attempt(replace(best, options=best.options.model_copy(update={"recompute": recompute})))
-    best = min(tried, key=_by_outcome)[1]
+    best = min(tried, key=lambda pair: by_rank(pair[1]))[0]
+    is_best(replace(best, pipeline=replace(best.pipeline, schedule="zero-bubble")))
+    best, evaluation = min(tried, key=lambda pair: by_rank(pair[1]))
+    options, _ = with_room(graph, best.options, evaluation, False, lambda own: attempt(replace(best, options=own)))
     configs = {op.name: config for op, config in zip(graph.operators, best.placed(), strict=True)}
     return Strategy.make(
-        graph, variants.topology, configs, best.options,
+        graph, variants.topology, configs, options,
         stages=best.pipeline.stages(graph, len(variants.topology.devices)),
         microbatches=best.pipeline.microbatches, schedule=best.pipeline.schedule,
     )  # fmt: skip
 
 
-def _by_outcome(tried: tuple[Outcome, Plan]) -> tuple[int, float]:
-    outcome, _ = tried
-    assert outcome.seconds is not None
-    return outcome.missing, outcome.seconds
-
-
-def _stages_of(placement: Strategy, graph: OperatorGraph) -> Plan:
-    """A placement as a plan of stages: one begins where no device has done anything before. Operators that go back to
-    devices of an earlier stage, as what counts targets does, stay where they are in the graph."""
-    configs, first, meshes = placement.in_order(graph), list[int](), list[set[int]]()
-    for i, config in enumerate(configs):
-        devices = set(config.devices)
-        if not any(devices & mesh for mesh in meshes):
-            first.append(i)
-            meshes.append(devices)
-        elif devices & meshes[-1]:
-            meshes[-1] |= devices
-    lists = [tuple(sorted(mesh)) for mesh in meshes]
-    ends = [*first[1:], len(configs)]
-    mesh_of = [mesh for mesh, a, b in zip(lists, first, ends, strict=True) for _ in range(a, b)]
-    positions = (
-        config.on(mesh.index(d) if d in mesh else k for k, d in enumerate(config.devices)).sharded(States.WHOLE)
-        for config, mesh in zip(configs, mesh_of, strict=True)
+def _in_stages(placement: Strategy, graph: OperatorGraph, stage_of: Sequence[int]) -> Plan:
+    """A placement as a plan of stages."""
+    configs = placement.in_order(graph)
+    first = [i for i, stage in enumerate(stage_of) if i == 0 or stage != stage_of[i - 1]]
+    runs = list(zip(first, [*first[1:], len(configs)], strict=True))
+    meshes = [tuple(sorted({d for config in configs[a:b] for d in config.devices})) for a, b in runs]
+    positions = tuple(
+        config.on(mesh.index(d) for d in config.devices).sharded(States.WHOLE)
+        for mesh, (a, b) in zip(meshes, runs, strict=True)
+        for config in configs[a:b]
     )
     shardings = tuple(config.sharding for config in configs)
-    return Plan(Pipeline(1, tuple(first), tuple(lists)), tuple(positions), shardings, placement.options)
+    return Plan(Pipeline(1, tuple(first), tuple(meshes)), positions, shardings, placement.options)

@@ -193,7 +193,7 @@ def hand_on(
     reader = np.uint64(wiring.slot_operator[slot])
     if units.is_view[reader] == 1:
         inside = blocks.recompute_of[reader] != NOTHING and blocks.region[reader] == home
-        for t in range(np.uint64(wiring.made_first[reader]), np.uint64(wiring.made_last[reader])):
+        for t in range(np.uint64(wiring.output_first[reader]), np.uint64(wiring.output_last[reader])):
             if not again:
                 spans.output[np.uint64(units.place[t]), d] = holder
             if inside == (again != 0):  # what a region reads from outside is there once

@@ -46,11 +46,11 @@ def differentiate(
             continue
         nbytes = layouts.volume[entry + row] * itemsize
         if spans.reads[d] == 0:
-            if part == ACTIVATIONS and _made_with_others(sources, state, latest_slot, d):
+            if part == ACTIVATIONS and _by_product(sources, state, latest_slot, d):
                 add(spans, d, nbytes, part, begin, begin)
             continue
         if through == ONE:
-            for t in range(np.uint64(wiring.made_first[latest]), np.uint64(wiring.made_last[latest])):
+            for t in range(np.uint64(wiring.output_first[latest]), np.uint64(wiring.output_last[latest])):
                 arrived = np.uint64(spans.arrived[np.uint64(sources.units.place[t]), d])
                 # That of a slice is a part of what it makes, that of something expanded more.
                 if arrived > ZERO and spans.nbytes[arrived - ONE] == nbytes:
@@ -102,7 +102,7 @@ def _note_used(sources: Sources, need: Any, template: Any, before: Any, spans: S
 
 
 @lean
-def _made_with_others(sources: Sources, state: State, slot: Any, d: Any) -> Any:
+def _by_product(sources: Sources, state: State, slot: Any, d: Any) -> Any:
     """Whether a device makes the gradient that it does not use of what a slot reads: one kernel makes three."""
     wiring, layouts, landings = sources.wiring, sources.layouts, sources.landings
     if sources.units.attends[np.uint64(wiring.slot_operator[slot])] == 0 or wiring.slot_position[slot] > 2:

@@ -173,10 +173,11 @@ def _meshes(pipeline: Pipeline, operators: int) -> list[tuple[int, ...]]:
 @dataclass(frozen=True)
 class Outcome:
     """``seconds``: of a step, None where the variant is not legal; ``missing``: bytes that the fullest device lacks;
-    ``remark``: why it is not legal."""
+    ``shortfall``: as of an evaluation; ``remark``: why it is not legal."""
 
     seconds: float | None
     missing: int = 0
+    shortfall: float = 0.0
     remark: str = ""
 
 
@@ -205,4 +206,4 @@ class Variants:
             return Outcome(None, remark="a stage has fewer devices")
         room = [device.usable_bytes for device in share.topology.devices]
         missing = (int(peak) - most for peak, most in zip(simulator.peaks(), room, strict=True))
-        return Outcome(simulator.seconds, max(0, *missing))
+        return Outcome(simulator.seconds, max(0, *missing), simulator.missing_memory())

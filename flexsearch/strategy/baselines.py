@@ -288,8 +288,21 @@ def _placement(setting: _Setting) -> Configs:
 
 
 def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
-    """Consecutive operators on consecutive devices so that the slowest stage is as fast as possible: bisection on its
-    time, each device filled in turn."""
+    stages = zip(setting.operators, _balanced(setting, devices), strict=True)
+    return [make_config(op, {}, (devices[k],)) for op, k in stages]
+
+
+def stage_of(name: str, graph: OperatorGraph, topology: Topology, seconds: Seconds) -> list[int]:
+    """By operator, the stage that the placement of this name (of ``PIPELINES``) puts it in, counted from 0; on more
+    devices than there are stages some numbers are left out."""
+    setting = _Setting(graph, topology, seconds)
+    row = setting.devices if name == "placement" else [host[0] for host in setting.several_hosts()]
+    return _balanced(setting, row)
+
+
+def _balanced(setting: _Setting, devices: Sequence[int]) -> list[int]:
+    """By operator, the place in ``devices`` of the one that does it. Consecutive operators on consecutive devices so
+    that the slowest stage is as fast as possible: bisection on its time, each device filled in turn."""
     seconds = np.array([[setting.seconds(i, d) for i in range(len(setting.operators))] for d in devices])
     ends = np.cumsum(seconds, axis=1)
 
@@ -306,8 +319,8 @@ def _stages(setting: _Setting, devices: Sequence[int]) -> Configs:
         middle = (low + high) / 2
         low, high = (low, middle) if fill(middle)[-1] >= len(setting.operators) else (middle, high)
     starts = fill(high)
-    stage = np.clip(np.searchsorted(starts, range(len(setting.operators)), side="right") - 1, 0, len(devices) - 1)
-    return [make_config(op, {}, (devices[k],)) for op, k in zip(setting.operators, stage, strict=True)]
+    stage = np.searchsorted(starts, range(len(setting.operators)), side="right") - 1
+    return list(map(int, np.clip(stage, 0, len(devices) - 1)))
 
 
 def _layer_wise(setting: _Setting) -> Configs:

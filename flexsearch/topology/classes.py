@@ -28,7 +28,8 @@ class Folding:
     """A topology folded into ``replicas`` blocks of consecutive devices; ``inside`` of them make up a host, or share
     several hosts between them; 1 if a block is a host or more. Blocks take each other's places by a turn inside such
     hosts, and by a turn of the hosts (or of larger blocks). ``block``: the first of them, with its links to the others
-    as far as messages take them (they may lead to a switch and end there). ``image``: by resource of the ``whole``, the
+    as far as messages take them (they may lead to a switch and end there; a device of another block is a switch at the
+    end of each link that leads to it directly). ``image``: by resource of the ``whole``, the
     resource of ``block`` that stands for it."""
 
     whole: Topology
@@ -73,6 +74,8 @@ class _Folder:
         self.whole, self.replicas, self.count = whole, replicas, len(whole.devices)
         self.size = self.count // replicas
         self.names = [device.name for device in whole.devices]
+        self.foreign = set(self.names[self.size :])
+        """Devices of other blocks."""
         self.inside = self._on_the_same_hosts()
         self.step = 1
         """How many blocks on the renaming at hand goes: 1 inside a host, else whole hosts."""
@@ -157,15 +160,15 @@ class _Folder:
 
     def _check_links(self, used: Iterable[Hop]) -> Folding:
         whole = self.whole
-        foreign = set(self.names[self.size :])
         image = np.full(len(whole.resources), NONE, np.int64)
         kept: list[Hop] = []
+        for path in self._inside():
+            if through := self.foreign.intersection(path):
+                raise self._error(f"{path[0]} and {path[-1]} are linked through {min(through)}, of another block")
         for hop in self._by_closeness(used):
-            if not foreign.intersection(hop) and image[whole.resource_between(*hop)] == NONE:
+            if not self.foreign.issuperset(hop) and image[whole.resource_between(*hop)] == NONE:
                 kept.append(hop)
                 self._mark(hop, image)
-        if any(image[whole.resource_between(*hop)] == NONE for hop in used):
-            raise self._error("devices of two blocks are linked with each other directly")
         self._check_apart(image)
         return self._folding(kept, image)
 
@@ -174,7 +177,8 @@ class _Folder:
         inside = dict.fromkeys(hop for path in self._inside() for hop in _hops(path))
         up = self.whole.ways.up
         out = dict.fromkeys(hop for d in range(self.size) if d in up for hop in _hops(up[d]))
-        return list(dict.fromkeys([*inside, *out, *used]))
+        others = sorted(used, key=lambda hop: len(self.foreign.intersection(hop)))
+        return list(dict.fromkeys([*inside, *out, *others]))
 
     def _inside(self) -> list[list[str]]:
         """Endpoints of what the routes among the devices of the first block are made of."""
@@ -202,19 +206,27 @@ class _Folder:
     def _folding(self, kept: Sequence[Hop], image: npt.NDArray[np.int64]) -> Folding:
         whole = self.whole
         joined = {frozenset(hop) for hop in kept}
-        links = tuple(link for link in whole.links if frozenset((link.a, link.b)) in joined)
-        ends = {end for link in links for end in (link.a, link.b)}
+        links, ends, own = list[Link](), dict[str, None](), set(self.names[: self.size])
+        hops: dict[int, Hop] = {}  # by resource of the whole
+        for link in whole.links:
+            if frozenset((link.a, link.b)) in joined:
+                # No way leads through a device of another block: each of its links has an end of its own.
+                a, b = (f"{u}@{v}" if u in ends and u in self.foreign else u for u, v in _hops((link.a, link.b)))
+                links.append(link.model_copy(update={"a": a, "b": b}))
+                hops[whole.resource_between(link.a, link.b)] = a, b
+                hops[whole.resource_between(link.b, link.a)] = b, a
+                ends |= {a: None, b: None}
+        inner = tuple(name for name in whole.switches if name in ends)
         block = Topology(
             name=f"{whole.name}[{self.size} of {self.count}]", devices=whole.devices[: self.size],
-            switches=tuple(name for name in whole.switches if name in ends), links=links,
+            switches=(*inner, *(end for end in ends if end not in own.union(inner))), links=tuple(links),
             communication=whole.communication, storage=whole.storage, source=whole.source, sources=whole.sources,
             code=whole.code,
         )  # fmt: skip
-        own = {resource.name: k for k, resource in enumerate(block.resources)}
         image_of = np.zeros(len(image), np.uint32)
         for resource, stands_for in enumerate(image.tolist()):
             if stands_for != NONE:
-                image_of[resource] = own[whole.resources[stands_for].name]
+                image_of[resource] = block.resource_between(*hops[stands_for])
         for d in range(self.count):
             image_of[whole.processor_of[d]] = block.processor_of[d % self.size]
         ways = [k for k, resource in enumerate(block.resources) if resource.kind == "storage"]

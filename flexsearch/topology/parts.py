@@ -104,7 +104,7 @@ class Device(FileModel):
 
     @field_validator("flops")
     @classmethod
-    def _known_dtypes(cls, flops: dict[str, float]) -> dict[str, float]:
+    def _check_dtypes(cls, flops: dict[str, float]) -> dict[str, float]:
         for dtype in flops:
             if dtype not in (*DTYPES, TF32):
                 raise ValueError(f'unknown dtype "{printable(dtype)}"; known are {", ".join((*DTYPES, TF32))}')
@@ -205,7 +205,7 @@ class Communication(FileModel):
 
     @field_validator("factors", "cpu_by_form", "tensor_by_form")
     @classmethod
-    def _known_forms(cls, factors: dict[str, float]) -> dict[str, float]:
+    def _check_forms(cls, factors: dict[str, float]) -> dict[str, float]:
         for form in factors:
             if form not in FORMS:
                 raise ValueError(f'unknown form "{printable(form)}"; known are {", ".join(FORMS)}')

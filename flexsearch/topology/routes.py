@@ -23,6 +23,7 @@ from flexsearch.compiled import F64, U32, lean
 from flexsearch.errors import TopologyError
 from flexsearch.packed import packed
 from flexsearch.topology.parts import Link
+from flexsearch.topology.rings import MOST_LANES, MOST_MEMBERS, lanes_of, rings
 
 REFERENCE_BYTES = 1e6  # the message that routes are best for; small ones mind latency, large ones bandwidth
 MAX_PART = 1024
@@ -49,7 +50,9 @@ class RouteTable(NamedTuple):
     """Routes for compiled code. By device: ``part``, its ``place`` among the devices of that part, and the pieces
     ``up`` to the center and ``down`` from it. By part: the piece from place i to place j is
     ``inside[inside_first + i * size + j]``. Piece p crosses the resources ``resource[first[p]:first[p + 1]]``;
-    ``latency`` (s) and ``bandwidth`` (B/s) are by piece. Piece 0 crosses nothing."""
+    ``latency`` (s) and ``bandwidth`` (B/s) are by piece. Piece 0 crosses nothing. Devices of a host that direct links
+    join have a ``lane``, the width of one (B/s; else 0), a ``bit`` each, and rings over sets of them (``rings``) from
+    ``rings_first`` on."""
 
     part: U32
     place: U32
@@ -62,6 +65,10 @@ class RouteTable(NamedTuple):
     resource: U32
     latency: F64
     bandwidth: F64
+    lane: F64
+    bit: U32
+    rings_first: U32
+    rings: U32
 
 
 @lean
@@ -80,6 +87,29 @@ def second_piece(routes: RouteTable, i: Any, j: Any) -> Any:
     return np.uint64(routes.down[j]) if routes.part[i] != routes.part[j] else np.uint64(0)
 
 
+@lean
+def rings_among(routes: RouteTable, devices: Any, first: Any, last: Any) -> Any:
+    """How many rings over direct links there can be at once among ``devices[first:last]`` of one host (``rings``); 0 if
+    there is none."""
+    members = np.uint64(0)
+    for k in range(first, last):
+        device = np.uint64(devices[np.uint64(k)])
+        if routes.lane[device] == 0.0:
+            return np.uint64(0)
+        members |= np.uint64(1) << np.uint64(routes.bit[device])
+    return np.uint64(routes.rings[np.uint64(routes.rings_first[np.uint64(devices[np.uint64(first)])]) + members])
+
+
+@lean
+def lanes_between(routes: RouteTable, i: Any, j: Any) -> Any:
+    """Lanes of the direct link from device ``i`` to ``j``, of a host whose devices such links join; 0 if there is
+    none."""
+    piece = first_piece(routes, i, j)
+    if i == j or routes.first[piece + np.uint64(1)] - routes.first[piece] != 1:
+        return np.int64(0)
+    return min(np.int64(routes.bandwidth[piece] / routes.lane[i] + 0.5), MOST_LANES)
+
+
 class Part(NamedTuple):
     """What is left when the center is taken away, and its devices' ways. ``devices``: indices, ascending. ``paths``:
     endpoints from the i-th of them to the j-th, i < j."""
@@ -94,15 +124,15 @@ class Routes:
     and the way from j to i is that from i to j reversed. A way does not pass through other devices unless nothing else
     leads there: GPUs forward no traffic of others, but on a bare NVLink mesh a library must do that.
 
-    ``up``: endpoints from each device to the center, if there is one. TopologyError if a part has more than
-    ``MAX_PART`` devices.
+    ``hosts``: by device. ``up``: endpoints from each device to the center, if there is one. TopologyError if a part has
+    more than ``MAX_PART`` devices.
     """
 
     def __init__(
         self, graph: nx.Graph, devices: Sequence[str], switches: Sequence[str], links: Sequence[Link],
-        hops: Mapping[tuple[str, str], tuple[int, Link]],
+        hops: Mapping[tuple[str, str], tuple[int, Link]], hosts: Sequence[str],
     ) -> None:  # fmt: skip
-        self._hops = hops
+        self._hops, self._hosts = hops, hosts
         self.center = _center(graph, devices, switches)
         self.up = _ways(graph, self.center, devices) if self.center is not None else {}
         self.parts = _parts(graph, self.center, devices, switches, links)
@@ -177,8 +207,37 @@ class Routes:
             inside_first=np.array(inside_first, np.uint32), inside=np.array(inside, np.uint32),
             first=np.cumsum([0, *map(len, pieces)]).astype(np.uint32),
             resource=np.array([r for row in pieces for r in row], np.uint32),
-            latency=np.array(latency), bandwidth=np.array(bandwidth),
+            latency=np.array(latency), bandwidth=np.array(bandwidth), **self._meshes(),
         )  # fmt: skip
+
+    def _meshes(self) -> dict[str, Any]:
+        """The last fields of the table: of hosts of up to ``MOST_MEMBERS`` devices whose direct links are full duplex.
+        A link counts where it is the way between its ends."""
+        count = len(self._hosts)
+        lane, bit, first = np.zeros(count), np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+        wires: dict[str, list[tuple[int, int, Link]]] = {}
+        for part in self.parts:
+            for (i, j), path in part.paths.items():
+                one, other = part.devices[i], part.devices[j]
+                if len(path) == 2 and self._hosts[one] == self._hosts[other]:
+                    wires.setdefault(self._hosts[one], []).append((one, other, self._hops[path[0], path[1]][1]))
+        tables: dict[Any, int] = {}
+        numbers: list[int] = []
+        for joins in wires.values():
+            members = sorted({device for one, other, _ in joins for device in (one, other)})
+            if len(members) > MOST_MEMBERS or any(link.duplex == "half" for _, _, link in joins):
+                continue
+            narrowest = min(link.bandwidth for _, _, link in joins)
+            square = np.zeros((len(members), len(members)), np.int64)
+            for one, other, link in joins:
+                at, to = members.index(one), members.index(other)
+                square[at, to] = square[to, at] = lanes_of(link.bandwidth, narrowest)
+            key = tuple(map(tuple, square.tolist()))
+            if key not in tables:
+                tables[key] = len(numbers)
+                numbers += rings(key).tolist()
+            lane[members], first[members], bit[members] = narrowest, tables[key], range(len(members))
+        return {"lane": lane, "bit": bit, "rings_first": first, "rings": np.array(numbers or [0], np.uint32)}
 
 
 def _center(graph: nx.Graph, devices: Sequence[str], switches: Sequence[str]) -> str | None:

@@ -274,7 +274,8 @@ class Topology(files.FileModel):
 
     @cached_property
     def _routes(self) -> Routes:
-        return Routes(self._graph, [d.name for d in self.devices], self.switches, self.links, self._hops)
+        names, hosts = [d.name for d in self.devices], [d.host for d in self.devices]
+        return Routes(self._graph, names, self.switches, self.links, self._hops, hosts)
 
     @cached_property
     def _hops(self) -> dict[tuple[str, str], tuple[int, Link]]:

@@ -176,7 +176,7 @@ class OperatorKind:
         """Forward FLOPs of a piece: one for each element of the outputs, unless a kind knows better."""
         return output_elements(op, extents)
 
-    def given_seconds(self, op: Operator, extents: Extents) -> tuple[Any, Any] | None:
+    def own_seconds(self, op: Operator, extents: Extents) -> tuple[Any, Any] | None:
         """Seconds of the forward and of the backward task of a piece (of many pieces: arrays), on any device, where the
         graph itself gives them; None: they follow from FLOPs and bytes, or are measured."""
         return None

@@ -139,7 +139,7 @@ def _megatron_pipeline(strategy: Strategy, plan: NativePlan) -> Flags:
                 ("--decoder-first-pipeline-num-layers", str(counts[0])),
                 ("--decoder-last-pipeline-num-layers", str(counts[-1])),
             ]
-    if plan.data > 1:  # ranks of a pipeline are next to each other, replicas farther apart
+    if plan.data > 1 and _is_by_replica(plan):
         flags.append(("--use-tp-pp-dp-mapping", ""))
     return flags
 
@@ -164,14 +164,20 @@ def _check_layers(plan: NativePlan, graph: OperatorGraph, program: str) -> None:
             f"the model has several stacks of layers ({', '.join(sorted(stacks))}), and {program} counts those of one",
             "Export to torch.",
         )
+    replicas_first = program == "Megatron-LM" and _is_by_replica(plan)
     ranks = [device for stage in plan.mesh for row in stage for device in row]
-    order = [device for stages in zip(*plan.mesh, strict=True) for row in stages for device in row]
-    if order != sorted(ranks):
+    if ranks != sorted(ranks) and not replicas_first:
+        by = "stage, replica and tensor part" + (", or replica, stage and tensor part" * (program == "Megatron-LM"))
         raise StrategyError(
-            f"stages: devices of a replica are not next to each other; {program} numbers ranks by replica, stage and "
-            "tensor part",
+            f"stages: devices are in another order; {program} numbers ranks by {by}",
             "Export to torch, which names the devices.",
         )
+
+
+def _is_by_replica(plan: NativePlan) -> bool:
+    """Whether ranks are numbered by replica, stage and tensor part."""
+    ranks = [device for stages in zip(*plan.mesh, strict=True) for row in stages for device in row]
+    return ranks == sorted(ranks)
 
 
 def _stack(module: str) -> str:

@@ -37,7 +37,7 @@ class Ahead:
         """By request, the process that works on it."""
         self._answers: dict[Name, Answer] = {}
         self._so_far: dict[Name, Answer] = {}
-        self._made_by: dict[Key, int] = {}
+        self._simulated_by: dict[Key, int] = {}
         """By plan, the process that simulated it, and may still have it at hand."""
         self._over = False
         self._workers: dict[int, Worker] = {}
@@ -98,14 +98,14 @@ class Ahead:
 
     def _elsewhere(self, request: Request) -> bool:
         """Whether a worker answers a request, or has at hand what it is about."""
-        if request.what == "step" and self._made_by.get(request.key, HERE) in self._workers:
+        if request.what == "step" and self._simulated_by.get(request.key, HERE) in self._workers:
             return True
         return self._begun.get(request.name, HERE) != HERE
 
     def _next(self, number: int) -> Request | None:
         """What a process is to begin with. Called with the lock held."""
         for request in self._expected:
-            asked_of = self._made_by.get(request.key, number) if request.what == "step" else number
+            asked_of = self._simulated_by.get(request.key, number) if request.what == "step" else number
             if request.name not in self._begun and request.name not in self._answers and asked_of == number:
                 self._begun[request.name] = number
                 return request
@@ -116,7 +116,7 @@ class Ahead:
             self._begun.pop(request.name, None)
             self._answers[request.name] = answer
             if answer.best is not None:
-                self._made_by[answer.best.key] = number
+                self._simulated_by[answer.best.key] = number
             self._changed.notify_all()
 
     def _answer_here(self, request: Request) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import inf
 from typing import NamedTuple
 
 from flexsearch.cost.uncertainty import Estimate
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.quantities import MAX_PIECES
-from flexsearch.search.hybrid.constants import PLAINER
+from flexsearch.search.hybrid.constants import EQUAL, PLAINER
 from flexsearch.search.hybrid.outcome import Candidate
 from flexsearch.search.hybrid.ranking import Key
 from flexsearch.search.hybrid.trials import Trials
@@ -40,6 +41,24 @@ def choose(
         if not is_faster(step, baselines[name][1], margin):
             return Choice(*baselines[name], name, step.estimate)
     return Choice(best, step, same, None)
+
+
+def roomiest(kept: Mapping[str, Candidate], simulated: Iterable[Candidate]) -> dict[str, Candidate]:
+    """Of plans that are about as fast as the best one (its name is empty), and as that of each family by name, those
+    that take least memory. No baseline is faster than the first."""
+    plans = [candidate for candidate in simulated if candidate.feasible]
+
+    def instead(best: Candidate, limit: float, among: Iterable[Candidate]) -> Candidate:
+        near = (plan for plan in among if plan.seconds <= min(limit, (1.0 + EQUAL) * best.seconds))
+        return min((best, *near), key=lambda plan: (plan.used, plan.seconds)) if best.feasible else best
+
+    families = {
+        name: instead(best, inf, (plan for plan in plans if name in plan.families))
+        for name, best in kept.items()
+        if name
+    }
+    limit = min((one.seconds for one in families.values() if one.feasible), default=inf)
+    return {"": instead(kept[""], max(limit, kept[""].seconds), [*plans, *families.values()]), **families}
 
 
 def plain_options(candidate: Candidate, prefetch: int) -> Key:

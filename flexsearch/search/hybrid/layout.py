@@ -44,6 +44,11 @@ class Layout:
         return self.widths or (1,) * self.pipeline
 
     @property
+    def alike(self) -> bool:
+        """Whether all ranks have as many devices, which share out samples equally."""
+        return len(set(self.widths)) < 2 and not self.speed
+
+    @property
     def block(self) -> int:
         """Devices of a block."""
         return self.tensor * sum(self.each)

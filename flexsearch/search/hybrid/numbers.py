@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 from flexsearch.search.hybrid.constants import DIVISIONS, FEW_UNITS, UNITS
 from flexsearch.search.hybrid.divide import Divider
@@ -12,6 +13,7 @@ from flexsearch.search.hybrid.estimate import Estimates
 from flexsearch.search.hybrid.layout import Layout, divisors, factorings, orders, runs
 from flexsearch.search.hybrid.ranking import Key
 from flexsearch.strategy import Options, States
+from flexsearch.topology.classes import is_foldable
 
 
 class Numbers:
@@ -22,18 +24,37 @@ class Numbers:
         self.estimates, self.options = estimates, options
         self.cuts, self.topology = estimates.cuts, estimates.topology
         self.batch = estimates.works.graph.batch
+        self._foldings = {1: True}
 
     def layouts(self) -> Iterator[Key]:
-        """All layouts whose ranks are alike."""
+        """All layouts whose ranks are alike: with replicas in blocks of their own, then inside ranks."""
         hosts: dict[str, int] = {}
         for device in self.topology.devices:
             hosts[device.host] = hosts.get(device.host, 0) + 1
         batch, depth = self.batch, self.cuts.depth
-        for layout in factorings(len(self.topology.devices), min(hosts.values()), batch, depth):
-            for count in divisors(batch // layout.data):
+        plain = list(factorings(len(self.topology.devices), min(hosts.values()), batch, depth))
+        inside = (wide for layout in plain for wide in self._inside(layout, min(hosts.values())))
+        for layout in chain(plain, inside):
+            for count in divisors(batch // layout.data // layout.each[0]):
                 for order in dict.fromkeys(orders(replace(layout, microbatches=count), depth)):
                     if runs(order):
                         yield from self._with_options(order)
+
+    def _inside(self, layout: Layout, host: int) -> Iterator[Layout]:
+        """The same with all replicas inside ranks, or those of a host of ``host`` devices, as Megatron-LM numbers ranks
+        (tensor, data, pipeline). On one host, and without stages, only where its blocks are not alike."""
+        several = len(self.topology.hosts) > 1 and layout.pipeline > 1
+        if layout.data == 1 or not (several or not self.falls_apart(layout.data)):
+            return
+        for width in dict.fromkeys((layout.data, host // layout.tensor)):
+            if width > 1 and layout.data % width == 0:
+                yield replace(layout, data=layout.data // width, widths=(width,) * layout.pipeline)
+
+    def falls_apart(self, replicas: int) -> bool:
+        """Whether the topology is so many equal blocks."""
+        if replicas not in self._foldings:
+            self._foldings[replicas] = is_foldable(self.topology, replicas)
+        return self._foldings[replicas]
 
     def _with_options(self, layout: Layout) -> Iterator[Key]:
         """A layout with every way to save memory."""

@@ -49,7 +49,7 @@ class Candidate:
     @property
     def families(self) -> list[str]:
         """Families of plans that people write by hand, to which it belongs."""
-        alone = not self.own or self.layout.widths
+        alone = not self.own or not self.layout.alike
         return [] if alone else [name for name, suits in FAMILIES.items() if suits(self.layout)]
 
     @property

@@ -18,7 +18,7 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, simplified, strategy_of
+from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, roomiest, simplified, strategy_of
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -45,7 +45,6 @@ from flexsearch.search.hybrid.work import Works
 from flexsearch.simulate.staged import Step
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
-from flexsearch.topology.classes import is_foldable
 
 
 def search_hybrid(
@@ -95,8 +94,6 @@ class LayoutSearch:
         self.estimates, self.ratios = Estimates(self.works, self.cuts), Ratios()
         self.moves = Moves(self.estimates, topology.host_size)
         self.numbers = Numbers(self.estimates, options)
-        self._foldings = {1: True}
-        """By number of equal blocks of devices: whether the topology falls apart into them."""
         self.simulated: dict[Key, Candidate | None] = {}
         """None: the plan suits the devices or the samples not."""
         self.considered: set[Key] = set()
@@ -180,7 +177,7 @@ class LayoutSearch:
     def _try_plain_options(self) -> None:
         """Simulate the plans that can stand for the best ones in the answer (``answer.simplified``)."""
         self.phase = "simpler options"
-        for candidate in filter(None, (self.best, *self.kept.values())):
+        for candidate in self._roomiest().values():
             self.evaluate(*plain_options(candidate, self.options.prefetch))
 
     # ---- simulating
@@ -205,11 +202,7 @@ class LayoutSearch:
 
     def _is_possible(self, layout: Layout, options: Options) -> bool:
         """Whether a layout suits, and the topology falls apart into its replicas."""
-        if not self._suits(layout, options):
-            return False
-        if layout.data not in self._foldings:
-            self._foldings[layout.data] = is_foldable(self.topology, layout.data)
-        return self._foldings[layout.data]
+        return self._suits(layout, options) and self.numbers.falls_apart(layout.data)
 
     def _plain(self, key: Key) -> Key:
         """The key of the same plan without first operators, if the layout is cut there by itself: so that none is
@@ -399,10 +392,17 @@ class LayoutSearch:
 
     # ---- the answer
 
+    def _roomiest(self, best: Candidate | None = None) -> dict[str, Candidate]:
+        """See ``answer.roomiest``. ``best``: of all plans, if it is not that of the search."""
+        if (first := best or self.best) is None:
+            return {}
+        return roomiest({"": first, **self.kept}, filter(None, self.simulated.values()))
+
     def _result(self, best: Candidate, stopped: str, margin: float | None = 0.0) -> HybridResult:
-        simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in self.kept.items()}
-        plans = simplified(best, self.simulated, self.options.prefetch), *simpler.values()
-        self.kept, best = simpler, min(plans, key=lambda candidate: candidate.rank)
+        plans = self._roomiest(best)
+        simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in plans.items()}
+        self.kept = {name: candidate for name, candidate in simpler.items() if name}
+        best = min(simpler.values(), key=lambda candidate: candidate.rank)
         elapsed = time.monotonic() - self.began
         requests = {name: Request("step", c.key, candidate=c) for name, c in {"": best, **self.kept}.items()}
         self.ahead.expect(requests.values())

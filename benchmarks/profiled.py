@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.dnn_partitioning import File, load_file
-from flexsearch.graph.given import GivenLayer, GivenProfile, given_graph
+from flexsearch.graph.profiled import LayerProfile, ProfiledLayer, profiled_graph
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import Options, make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -42,14 +42,14 @@ def equal_devices(count: int, bandwidth: float) -> Topology:
 def random_chain(layers: int, batch: int, seed: int) -> OperatorGraph:
     """A chain of layers with times, activations and weights that differ tenfold, a hundredfold and a hundredfold."""
     draw = random.Random(seed)
-    found = [GivenLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
+    found = [ProfiledLayer("data", (), 0.0, 0.0, 1e4, 0.0, data=True)]
     for k in range(layers):
         forward_s = 1e-3 * 10 ** draw.uniform(0, 1)
-        found.append(GivenLayer(
+        found.append(ProfiledLayer(
             f"layer{k}", (found[-1].name,), forward_s, forward_s * draw.uniform(1, 3), 1e5 * 10 ** draw.uniform(0, 2),
             1e5 * 10 ** draw.uniform(0, 2),
         ))  # fmt: skip
-    return given_graph(f"chain of {layers}, seed {seed}", GivenProfile(tuple(found), True, batch))
+    return profiled_graph(f"chain of {layers}, seed {seed}", LayerProfile(tuple(found), True, batch))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from flexsearch.cli.common import check_outputs, show, stderr, stdout
 from flexsearch.errors import FileFormatError
 from flexsearch.files import describe, printable
 from flexsearch.graph.dnn_partitioning import read_dnn_partitioning
-from flexsearch.graph.given import FORMATS, Format, GivenProfile, given_graph
 from flexsearch.graph.model import OperatorGraph
 from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.pipedream import read_pipedream
+from flexsearch.graph.profiled import FORMATS, Format, LayerProfile, profiled_graph
 
 
 def check_options(options: Mapping[str, object]) -> None:
@@ -25,12 +25,12 @@ def check_options(options: Mapping[str, object]) -> None:
             raise typer.BadParameter("a file of measured layers has no such choice; leave it out", param_hint=option)
 
 
-def import_given(format_: str, source: str, output: Path, batch: int | None, name: str | None, as_json: bool) -> None:
+def write_graph(format_: str, source: str, output: Path, batch: int | None, name: str | None, as_json: bool) -> None:
     """Write the graph of a file of measured layers."""
     if format_ not in FORMATS:
         raise typer.BadParameter(f'"{format_}" is none of {", ".join(FORMATS)}', param_hint="--format")
     check_outputs({"--output": output}, source)
-    profile = read_given(format_, source, batch)
+    profile = read_profiled(format_, source, batch)
     graph = graph_of(profile, source, name or Path(source).name.split(".")[0])
     graph.save(output)
     for note in profile.notes:
@@ -54,15 +54,15 @@ def import_given(format_: str, source: str, output: Path, batch: int | None, nam
     show(as_json, data, human)
 
 
-def read_given(format_: Format | str, source: str | Path, batch: int | None) -> GivenProfile:
+def read_profiled(format_: Format | str, source: str | Path, batch: int | None) -> LayerProfile:
     """The profile in a file of one of ``FORMATS``. Raises FileFormatError."""
     return (read_pipedream if format_ == "pipedream" else read_dnn_partitioning)(source, batch)
 
 
-def graph_of(profile: GivenProfile, source: str | Path, name: str) -> OperatorGraph:
+def graph_of(profile: LayerProfile, source: str | Path, name: str) -> OperatorGraph:
     """The graph of a profile. Raises FileFormatError, which names the file, if something is beyond the limits."""
     try:
-        graph = given_graph(printable(name), profile)
+        graph = profiled_graph(printable(name), profile)
         check_kinds(graph)
         return graph
     except ValueError as error:

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.given import Loads, best_pipeline, equal_devices, random_chain
+from benchmarks.profiled import Loads, best_pipeline, equal_devices, random_chain
 from flexsearch.cost import Costs
 from flexsearch.errors import FlexsearchError, ImportModelError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.batch import with_batch
 from flexsearch.graph.dnn_partitioning import read_dnn_partitioning
-from flexsearch.graph.given import given_graph
 from flexsearch.graph.ops import kind_of
 from flexsearch.graph.ops.check import check_kinds
 from flexsearch.graph.piece import make_piece, whole_piece
 from flexsearch.graph.pipedream import read_pipedream
+from flexsearch.graph.profiled import profiled_graph
 from flexsearch.simulate.staged import StagedSimulators
 from flexsearch.strategy import Options, make_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -38,11 +38,11 @@ SGD = Options(optimizer="sgd")
 
 
 def pipedream() -> OperatorGraph:
-    return given_graph("layers", read_pipedream(PIPEDREAM))
+    return profiled_graph("layers", read_pipedream(PIPEDREAM))
 
 
 def training() -> OperatorGraph:
-    return given_graph("training", read_dnn_partitioning(TRAINING, batch=8))
+    return profiled_graph("training", read_dnn_partitioning(TRAINING, batch=8))
 
 
 def times(graph: OperatorGraph) -> dict[str, tuple[Any, Any]]:
@@ -78,7 +78,7 @@ def test_a_file_without_backward_nodes_is_of_inference(tmp_path: Path) -> None:
     data = json.loads(TRAINING.read_text())
     data["nodes"], data["edges"] = data["nodes"][:3], data["edges"][:2]
     (tmp_path / "i.json").write_text(json.dumps(data))
-    graph = given_graph("i", read_dnn_partitioning(tmp_path / "i.json"))
+    graph = profiled_graph("i", read_dnn_partitioning(tmp_path / "i.json"))
     assert graph.batch == 64 and not any(graph.has_backward)
 
 
@@ -249,7 +249,7 @@ def test_graph_files_with_impossible_times_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "batch", "seconds"), [("vgg16", 128, 0.6725), ("alexnet", 256, 0.0853)])
 def test_profiles_of_pipedream_are_read(name: str, batch: int, seconds: float) -> None:
     profile = read_pipedream(Path(THIRD_PARTY or "") / "pipedream" / f"{name}.graph.txt")
-    graph = given_graph(name, profile)
+    graph = profiled_graph(name, profile)
     assert profile.batch == batch
     assert sum(map(sum, times(graph).values())) == pytest.approx(seconds, abs=5e-5)
 

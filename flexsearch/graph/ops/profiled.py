@@ -20,7 +20,7 @@ from flexsearch.graph.piece import Piece
 from flexsearch.quantities import Seconds, Size, Text
 
 
-class GivenAttributes(Attributes):
+class ProfiledAttributes(Attributes):
     """``forward_s``, ``backward_s``: seconds that one device takes for a minibatch of ``samples``. ``layer``: what the
     profile says it is."""
 
@@ -30,12 +30,12 @@ class GivenAttributes(Attributes):
     layer: Text = ""
 
 
-class Given(OperatorKind):
+class Profiled(OperatorKind):
     """A layer with given times. Only its sample axis ``b`` can be split; a piece takes its share of the samples times
     the given time, on any device. It has no FLOPs, and nothing of it can be run."""
 
     name = "given"
-    attributes = GivenAttributes
+    attributes = ProfiledAttributes
     inputs = (1, MANY)
     words = {"b": "samples"}
     windows = True
@@ -50,7 +50,7 @@ class Given(OperatorKind):
     def flops(self, op: Operator, extents: Extents) -> Any:
         return 0.0 * extents["b"]
 
-    def given_seconds(self, op: Operator, extents: Extents) -> tuple[Any, Any]:
+    def own_seconds(self, op: Operator, extents: Extents) -> tuple[Any, Any]:
         share, attributes = extents["b"] / op.attributes["samples"], op.attributes
         return attributes["forward_s"] * share, attributes["backward_s"] * share
 
@@ -61,4 +61,4 @@ class Given(OperatorKind):
         )
 
 
-define(Given())
+define(Profiled())

@@ -26,7 +26,7 @@ FORMATS: Final[tuple[Format, ...]] = ("pipedream", "dnn-partitioning")
 
 
 @dataclass(frozen=True)
-class GivenLayer:
+class ProfiledLayer:
     """A layer of a profile. ``forward_s``, ``backward_s``: seconds for a whole minibatch on one device;
     ``output_bytes``: of its results for a minibatch; ``inputs``: names of the layers that it reads; ``source``:
     file:line, or file and field; ``data``: it only loads the batch, and is an input of the graph."""
@@ -43,17 +43,17 @@ class GivenLayer:
 
 
 @dataclass(frozen=True)
-class GivenProfile:
+class LayerProfile:
     """A profile as it was read. ``layers``: in topological order; ``trained``: whether there are backward passes;
     ``batch``: samples of a minibatch; ``notes``: what was assumed or left out, a clause each."""
 
-    layers: tuple[GivenLayer, ...]
+    layers: tuple[ProfiledLayer, ...]
     trained: bool
     batch: int
     notes: tuple[str, ...] = ()
 
 
-def in_order(layers: Sequence[GivenLayer], where: str) -> tuple[GivenLayer, ...]:
+def in_order(layers: Sequence[ProfiledLayer], where: str) -> tuple[ProfiledLayer, ...]:
     """The layers in topological order, of those that are ready the first listed one first. Raises FileFormatError if
     they are in a circle; ``where`` names the file."""
     place = {layer.name: k for k, layer in enumerate(layers)}
@@ -80,7 +80,7 @@ def in_order(layers: Sequence[GivenLayer], where: str) -> tuple[GivenLayer, ...]
     return tuple(ordered)
 
 
-def given_graph(name: str, profile: GivenProfile) -> OperatorGraph:
+def profiled_graph(name: str, profile: LayerProfile) -> OperatorGraph:
     """The graph of a profile; its loss is an operator that takes no time and adds up what nobody reads. Raises
     FileFormatError if there is no layer that computes, ValueError if one is beyond the limits of a graph."""
     if all(layer.data for layer in profile.layers):
@@ -89,7 +89,7 @@ def given_graph(name: str, profile: GivenProfile) -> OperatorGraph:
 
 
 class _Writer:
-    def __init__(self, profile: GivenProfile) -> None:
+    def __init__(self, profile: LayerProfile) -> None:
         self.profile, self.batch = profile, profile.batch
         self.leaves: dict[str, list[Tensor]] = {"input": [], "parameter": []}
         self.activations: list[Tensor] = []
@@ -115,7 +115,7 @@ class _Writer:
         """Of each sample, where a minibatch has so many bytes: rounded up, at least one."""
         return max(1, -(-int(nbytes) // (ITEM_BYTES * self.batch)))
 
-    def _layer(self, layer: GivenLayer) -> None:
+    def _layer(self, layer: ProfiledLayer) -> None:
         inputs = list(dict.fromkeys(layer.inputs))
         if not inputs:  # it makes its own data; the batch still says how many samples there are
             if "samples" not in self.shapes:
