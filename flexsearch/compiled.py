@@ -42,6 +42,9 @@ TWO: Any = np.uint64(2)
 THREE: Any = np.uint64(3)
 FOUR: Any = np.uint64(4)
 
+LEAN: Final[dict[str, Any]] = {"_nrt": False, "error_model": "numpy"}
+"""Options of lean functions. Where a division by zero raises nothing, calls need not look whether something did."""
+
 TRIED: Final = (0, 63), (0, 68)
 """First and last version of numba whose inner workings are known to be what ``linking`` relies on."""
 
@@ -157,9 +160,9 @@ def _find_program() -> Callable[..., Any] | None:
 _program: Final = _find_program()
 
 
-def _jit(function: Callable[..., Any], **options: bool) -> Any:
+def _jit(function: Callable[..., Any], **options: Any) -> Any:
     """A function of our program, or, without one, ``numba.njit``; kept in our folder."""
-    options = {"nogil": True, **options}
+    options = {"nogil": True} | options
     if _program is not None:
         compiled = _program(function, options)
         _keep(compiled.entry)
@@ -281,13 +284,13 @@ def compiled(function: F) -> F:
 
 def lean(function: F) -> F:
     """As ``compiled``, without counting references to arrays, which takes longer to compile. The function must not make
-    arrays."""
-    return _first_that_works(function, {"_nrt": False})
+    arrays. Numbers divided by zero raise nothing."""
+    return _first_that_works(function, LEAN)
 
 
 def inlined(function: F) -> F:
     """As ``lean``, for functions that are small or called in one place: their code is put there, without a call."""
-    return _first_that_works(function, {"_nrt": False, "forceinline": True}, {"_nrt": False})
+    return _first_that_works(function, LEAN | {"forceinline": True}, LEAN)
 
 
 def wide(function: F) -> F:
@@ -299,7 +302,7 @@ def wide(function: F) -> F:
     return cast(F, compiled)
 
 
-def _first_that_works(function: F, *choices: dict[str, bool]) -> F:
+def _first_that_works(function: F, *choices: dict[str, Any]) -> F:
     for options in choices:
         try:
             return cast(F, _jit(function, **options))

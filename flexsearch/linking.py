@@ -27,11 +27,12 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder, compile_result
 from numba.core.compiler_machinery import register_pass
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.lowering import Lower
 from numba.core.registry import CPUDispatcher
 from numba.core.targetconfig import ConfigStack
 from numba.core.typed_passes import NativeLowering, NoPythonBackend
 
-from flexsearch.translating import PASSES, LeanFlags, LeanLower, Resolver
+from flexsearch.translating import PASSES, LeanFlags, LeanLower, Resolver, call_plainly
 
 LARGE: Final = 8
 """An entry that calls so many functions is not compiled into other entries."""
@@ -63,6 +64,10 @@ class Inner(CPUDispatcher):
 
     def __call__(self, *args: Any, **kws: Any) -> Any:
         return self.entry(*args, **kws)
+
+    def compile(self, sig: Any) -> Any:
+        overload: Any = self.overloads.get(sig) if isinstance(sig, tuple) else None
+        return super().compile(sig) if overload is None else overload.entry_point
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         args = [types.boolean if isinstance(arg, types.BooleanLiteral) else arg for arg in args]
@@ -141,6 +146,7 @@ class Part(JITCodeLibrary):
     args: tuple[Any, ...]
     symbol: str
     is_elsewhere = False  # in an entry's machine code, and not here
+    never_fails = False  # whether it returns no exception
 
     def add_llvm_module(self, ll_module: Any) -> None:
         self._final_module.link_in(ll_module)
@@ -185,12 +191,15 @@ class Whole(JITCodeLibrary):
         super().finalize()
 
     def _optimize_final_module(self) -> None:
-        """numba optimises cheaply first, to drop needless counting of references, and then in full."""
+        """numba optimises cheaply first, to drop needless counting of references, and then in full. Our loops run over
+        few elements: vectorised or unrolled they are no faster, and take a third longer to compile."""
         if self.counts_references:
             super()._optimize_final_module()
         else:
-            passes, builder = self._codegen._module_pass_manager()
-            passes.run(self._final_module, builder)
+            tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+            tuning.loop_vectorization = tuning.slp_vectorization = tuning.loop_unrolling = False
+            builder = llvm.create_pass_builder(self._codegen._tm, tuning)
+            builder.getModulePassManager().run(self._final_module, builder)
 
 
 def _own_module(library: Any) -> Any:
@@ -288,16 +297,18 @@ class LowerOnly(NativeLowering):
     """Translate to LLVM's language; make no machine code, nor what calls it from Python or C."""
 
     _name = "flexsearch_lower_only"
-
-    @property
-    def lowering_class(self) -> Any:
-        return LeanLower
+    lowering_class: Any = None
 
     def run_pass(self, state: Any) -> bool:
+        self.lowering_class = Lower if state.flags.nrt else LeanLower
         state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
         super().run_pass(state)
         key = state.cr.fndesc  # what numba finds the code of a call by; else it is the machine code's entry
-        state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
+        if state.library.never_fails:
+            call = call_plainly(state.cr.fndesc, state.library)
+            state.targetctx._defns[key].append(call, call.signature)
+        else:
+            state.targetctx.insert_user_function(key, state.cr.fndesc, [state.library])
         state.cr = state.cr._replace(cfunc=key)
         return True
 

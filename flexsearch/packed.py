@@ -120,28 +120,38 @@ class _Fields(AttributeTemplate):
         return field[0] if field is not None else None
 
 
+def read_word(builder: Any, block: Any, place: int, kind: Any) -> Any:
+    """Code that reads one word of a block. ``kind``: LLVM's type of it."""
+    pointer = builder.gep(block, [ir.Constant(ir.IntType(64), _WORD * place)])
+    load = builder.load(pointer, typ=kind)
+    load.set_metadata("invariant.load", builder.module.add_metadata([]))
+    return load
+
+
+def read_data(context: Any, builder: Any, block: Any, array: Any, place: int) -> Any:
+    """Code that reads where the elements of an array are whose descriptor begins at ``place``."""
+    return read_word(builder, block, place, context.get_data_type(array.dtype).as_pointer())
+
+
+def read_size(context: Any, builder: Any, block: Any, place: int, dimension: int) -> Any:
+    """Code that reads a dimension's extent of an array whose descriptor begins at ``place``."""
+    return read_word(builder, block, place + 2 + dimension, context.get_value_type(types.intp))
+
+
 @lower_getattr_generic(PackedType)
-def _read(context: Any, builder: Any, typ: PackedType, block: Any, attr: str) -> Any:
+def read_field(context: Any, builder: Any, typ: PackedType, block: Any, attr: str) -> Any:
     """Code that makes the value of a field from the words of the block."""
     field, place = typ.fields[attr]
-
-    def word(k: int, kind: Any) -> Any:
-        byte = ir.Constant(ir.IntType(64), _WORD * (place + k))
-        pointer = builder.bitcast(builder.gep(block, [byte]), kind.as_pointer())
-        load = builder.load(pointer)
-        load.set_metadata("invariant.load", builder.module.add_metadata([]))
-        return load
-
     if isinstance(field, PackedType):
-        return word(0, context.get_value_type(field))
+        return read_word(builder, block, place, context.get_value_type(field))
     # A value, not numba's structure in memory: LLVM would have to find out that it need not be there.
     size, array = context.get_value_type(types.intp), context.data_model_manager[field]
     item = context.get_constant(types.intp, field.dtype.bitwidth // 8)
     value = ir.Constant(context.get_value_type(field), None)
     value = array.set(builder, value, item, "itemsize")
-    value = array.set(builder, value, word(1, size), "nitems")
-    value = array.set(builder, value, word(0, context.get_data_type(field.dtype).as_pointer()), "data")
+    value = array.set(builder, value, read_word(builder, block, place + 1, size), "nitems")
+    value = array.set(builder, value, read_data(context, builder, block, field, place), "data")
     for k, name in enumerate(("shape", "strides")):
-        words = [word(2 + k * field.ndim + i, size) for i in range(field.ndim)]
+        words = [read_word(builder, block, place + 2 + k * field.ndim + i, size) for i in range(field.ndim)]
         value = array.set(builder, value, cgutils.pack_array(builder, words), name)
     return impl_ret_borrowed(context, builder, field, value)

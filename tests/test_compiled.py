@@ -110,13 +110,30 @@ def _outer(values: Any, k: Any) -> Any:
     return _inner(values, k)
 
 
+@lean
+def _steps(first: Any, last: Any, step: Any, values: Any) -> Any:
+    total = 0
+    for k in range(first, last, step):
+        total += k
+    for k in range(last):
+        total = max(total, k)
+    for k in range(first, last):
+        total += min(values[np.uint64(k)], k)
+    return total // (step - 2)
+
+
+@lean
+def _calls_steps(first: Any, last: Any, step: Any, values: Any) -> Any:
+    return _steps(first, last, step, values) + 1
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A small flexsearch with two compiled functions."""
     package = tmp_path / "flexsearch"
     package.mkdir()
     (package / "__init__.py").touch()
-    for name in ("compiled.py", "direct.py", "linking.py", "translating.py", "untried.py"):
+    for name in ("compiled.py", "direct.py", "linking.py", "packed.py", "translating.py", "untried.py"):
         shutil.copy(Path(flexsearch.__file__).parent / name, package)
     (package / "caller.py").write_text(CALLER)
     (package / "called.py").write_text(CALLED.format(added=1.0, name="Pair"))
@@ -297,6 +314,21 @@ def test_a_recording_says_what_would_be_compiled_and_compiles_nothing() -> None:
     calls = record(lambda: direct(_outer)(np.ones(3), np.uint64(1)))
     assert [(entry.py_func.__name__, str(types[1])) for entry, types in calls] == [("_outer", "uint64")]
     assert not _outer.overloads and not _inner.overloads  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("first", "last", "step"), [(0, 7, 3), (6, 1, -2), (5, 5, 1), (3, 0, 4)])
+def test_lean_functions_compute_what_python_does(first: int, last: int, step: int) -> None:
+    values = np.array([3, -1, 4, 1, -5, 9, 2, 6])
+    assert _calls_steps(first, last, step, values) == _steps.py_func(first, last, step, values) + 1  # type: ignore[attr-defined]
+
+
+def test_a_function_that_fails_tells_lean_functions_that_call_it() -> None:
+    with pytest.raises(ValueError, match="zero"):
+        _calls_steps(0, 5, 0, np.arange(8))
+
+
+def test_lean_functions_divide_without_failing() -> None:
+    assert _calls_steps(0, 5, 2, np.arange(8)) == 1
 
 
 def test_a_function_is_not_inlined_because_its_caller_is() -> None:

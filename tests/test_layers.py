@@ -19,8 +19,8 @@ ROOT = Path(flexsearch.__file__).resolve().parent
 
 FLOOR = {
     "errors": -3, "children": -3, "ranks": -3, "allocator": -3,
-    "translating": -4, "linking": -3, "untried": -3,
-    "clocks": -2, "saved": -2, "compiled": -2, "direct": -2, "packed": -2, "quantities": -2, "output": -2,
+    "packed": -5, "translating": -4, "linking": -3, "untried": -3,
+    "clocks": -2, "saved": -2, "compiled": -2, "direct": -2, "quantities": -2, "output": -2,
     "backward": -2, "directions": -2, "experts": -2,
     "files": -1, "zoo": -1, "sync": -1, "graph": 0, "topology": 0,
     "strategy": 1, "cost": 1,
