@@ -6,7 +6,8 @@ A large one is issued, then, while it is under way, a small one behind it; both 
 on a process group of their own, messages on the world group with the receive posted beforehand. The table shows the
 small one alone, behind the large one, the large one alone and with the small one in between (ms, medians), and what
 follows: the share of the link that the small one got, and the time for which it had to wait if it then had the link
-to itself. The last rows send several small messages at once: what each further message costs.
+to itself. *Predicted* is how long the simulator says that the small one takes behind the large one, with the figures of
+``ethernet-1g``. The last rows send several small messages at once: what each further message costs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,21 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.harness import Row, parser, report, say
 from benchmarks.netns import SlowNetwork, unavailable
+from flexsearch.cost.communication import Pricing
+from flexsearch.cost.tally import turn_of
+from flexsearch.cost.ticks import TICK
+from flexsearch.lower.connections import connection_of
+from flexsearch.lower.program import make_machine
+from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, Schedule
+from flexsearch.topology import Topology
+from flexsearch.topology.changes import edited
+from flexsearch.topology.parts import FORMS
+from tests.engine_oracle import Simulation
+from tests.random_rows import Arena, Block, Communication
 
 MEGA = 10**6
 DELAYS_S = (0.005, 0.02, 0.06, 0.11)
@@ -151,16 +165,61 @@ def rank_main(repeats: int) -> None:
     rank.dist.destroy_process_group()
 
 
+def predicted(large: tuple[str, int], small: tuple[str, int], delay_s: float, rate: str) -> float:
+    """Seconds that the small one takes behind the large one, by the definition of simulated time."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    bandwidth = float(rate[:-4]) * units[rate[-4:]] / 8
+    topology = edited(Topology.load("ethernet-1g:2"), links=tuple(
+        link.model_copy(update={"bandwidth": bandwidth}) for link in Topology.load("ethernet-1g:2").links
+    ))  # fmt: skip
+    pricing = Pricing(topology)
+    rows = [_row(pricing, *what) for what in (large, small)]
+    steps: list[list[tuple[int, ...]]] = [[], []]
+    for number, row in enumerate(rows):
+        for d in row.senders:
+            steps[d] += [(COMPUTE, 0, d, round(delay_s / TICK))] * number + [(ISSUE, 0, number, 0)]
+    arena = Arena(2)
+    segment = np.array([arena.add(Block(steps, rows))], np.uint32)
+    none, once = np.zeros(1, np.uint32), np.ones(1, np.uint32)
+    schedule = Schedule(
+        kind=np.full(1, FORWARD, np.uint8), argument=none, once=np.zeros(1, np.uint8), last=np.zeros(1, np.uint8),
+        group=np.zeros(2, np.uint32), action_first=none, action_last=once, block_first=none, block_last=once,
+        microbatch=none, microbatches=once, final=none,
+    )  # fmt: skip
+    machine = make_machine(topology, [np.inf, np.inf])._replace(contended=np.zeros(1, np.uint8))
+    simulation = Simulation(schedule, machine, arena.segments(), segment)
+    simulation.run()
+    return simulation.times[0, 0, True, 1][1] * TICK - delay_s
+
+
+def _row(pricing: Pricing, kind: str, nbytes: int) -> Communication:
+    """A communication as a row of the simulator."""
+    both, form = kind == "all_reduce", np.uint64(FORMS.index("all_reduce" if kind == "all_reduce" else "exchange"))
+    send, receive = ([0, 1], [0, 1]) if both else ([0], [1])
+    cost = pricing.all_reduce(send, nbytes) if both else pricing.transfer("exchange", [(0, 1, nbytes)])
+    links, ends = np.array([r for r, _ in cost.links], np.uint32), (np.uint64(0), np.uint64(len(send)))
+    rates, longest = pricing.rates, max(s for _, s in cost.links)
+    turn = turn_of(
+        rates, rates.bandwidth, form, ends[1], np.uint64(1), links, np.uint64(0), np.uint64(len(links)), longest
+    )
+    connection = connection_of(rates, form, np.array(send, np.uint32), *ends, np.array(receive, np.uint32), *ends)
+    held = [(r, round(s / TICK)) for r, s in cost.links]
+    ticks = round(cost.duration_s / TICK)
+    return Communication(send, receive, ticks, held, turn=int(turn), connection=int(connection))
+
+
 def run(rate: str, repeats: int) -> list[Row]:
     """The rows of the table."""
     with SlowNetwork(2, rate) as network:
         command = [sys.executable, "-m", "benchmarks.link_sharing", "--rank", str(repeats)]
         measured = json.loads(network.run(command, timeout=600.0)[0])
+    cases = {name: ((big, size), (little, few)) for name, big, size, little, few in CASES}
     rows: list[Row] = [
         {
             "case": row["case"], "bytes": row["bytes"], "delay ms": 1e3 * row["delay_s"],
             "alone ms": 1e3 * row["alone_s"], "behind ms": 1e3 * row["behind_s"],
             "waits ms": 1e3 * (row["behind_s"] - row["alone_s"]), "share": row["alone_s"] / row["behind_s"],
+            "predicted ms": 1e3 * predicted(*cases[row["case"]], row["delay_s"], rate),
             "large alone ms": 1e3 * row["large_s"], "large with ms": 1e3 * row["large_both_s"],
         }
         for row in measured["rows"]

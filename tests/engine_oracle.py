@@ -8,6 +8,7 @@ is free. The host of a device launches its steps in their order and never waits;
 from __future__ import annotations
 
 import heapq
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,14 @@ class Simulation:
     makespan: int = 0
     heap: list[tuple[int, Any, Row]] = field(default_factory=list)
     free: dict[int, int] = field(default_factory=dict)
+    computing: dict[int, int] = field(default_factory=dict)
+    """By link, until when a device that slows it computes."""
+    held: Counter[int] = field(default_factory=Counter)
+    """How many communications on a connection are between two of their turns, or called."""
+    waiting: defaultdict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    """By connection, what waits for it, in line."""
+    called: set[Row] = field(default_factory=set)
+    """What waited for its connection, and has it."""
     missing: dict[Row, int] = field(default_factory=dict)
     ready: dict[Row, int] = field(default_factory=dict)
     served: dict[Row, int] = field(default_factory=dict)
@@ -129,7 +138,8 @@ class Simulation:
         self.times.setdefault(row, (begin, -1))
         again = max((left for _, left in links), default=0) > turn
         for r, left in links:
-            self.free[r] = begin + max(0, min(turn, left) if again else left)
+            kept = min(turn, left)
+            self.free[r] = begin + kept + self.slowed(min(kept, max(0, self.computing.get(r, 0) - begin)))
         if again:
             self.push(begin + turn, row)
         return None if again else begin
@@ -148,15 +158,27 @@ class Simulation:
                 self.end(row, begin + ticks, [d])
             return
         c, gone = s.communication_first[self.segment[b]] + number, self.served[row]
-        if row not in self.times:
+        turn, line = int(s.turn[c]), int(s.connection[c])
+        holds = gone > 0 or row in self.called
+        if not holds and self.held[line] > line % 2:
+            self.waiting[line].append(row)
+            return
+        if not gone:
             for k in range(s.drag_first[c], s.drag_last[c]):
                 r = int(s.drag[k])
                 self.free[r] = max(self.free.get(r, 0), ready) + int(s.drag_ticks[k])
         links = [(int(s.link[k]), int(s.link_ticks[k]) - gone) for k in range(s.link_first[c], s.link_last[c])]
-        begin = self.take(row, ready, links, int(s.turn[c]))
+        links = [(r, left) for r, left in links if left > 0]
+        begin = self.take(row, ready, links, turn)
         if begin is None:
-            self.served[row] += int(s.turn[c])
+            self.served[row] += turn
+            self.held[line] += not holds
             return
+        self.held[line] -= holds
+        if holds and self.waiting[line]:
+            self.called.add(first := self.waiting[line].pop(0))
+            self.held[line] += 1
+            self.push(begin + max((left for _, left in links), default=0), first)
         end = begin + max(0, int(s.communication_ticks[c]) - gone)
         for k in range(s.follower_first[c], s.follower_last[c]):
             self.arrive(self.name(m, s.follower_block[k], True, s.follower_row[k]), end)
@@ -167,7 +189,12 @@ class Simulation:
         for k in range(self.machine.slows[d], self.machine.slows[d + 1]):
             link = int(self.machine.slowed[k])
             both = min(ticks, max(0, self.free.get(link, 0) - (end - ticks)))
-            self.free[link] = self.free.get(link, 0) + (both * int(self.machine.slowing[0]) >> 10)
+            self.free[link] = self.free.get(link, 0) + self.slowed(both)
+            self.computing[link] = max(self.computing.get(link, 0), end)
+
+    def slowed(self, ticks: int) -> int:
+        """How much longer a link is kept busy if a device computes for so many ticks meanwhile."""
+        return ticks * int(self.machine.slowing[0]) >> 10
 
     def end(self, row: Row, tick: int, receivers: Any) -> None:
         self.times[row] = self.times[row][0], tick

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Communication:
     followers: list[tuple[int, int]] = field(default_factory=list)
     missing: int = 0
     turn: int = NEVER
+    connection: int = 0
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Arena:
             rows["communication_ticks"].append(c.ticks)
             rows["missing"].append(len(c.senders) + c.missing)
             rows["turn"].append(c.turn)
+            rows["connection"].append(c.connection)
             self._list("link", c.links, ("link", "link_ticks"))
             self._list("drag", c.drags, ("drag", "drag_ticks"))
             self._list("receiver", [(d,) for d in c.receivers], ("receiver",))
@@ -77,7 +79,7 @@ class Arena:
 
     def segments(self) -> Segments:
         def column(name: str) -> Any:
-            kind = np.uint8 if name == "step_kind" else np.int64 if name in WIDE else np.uint32
+            kind = {"step_kind": np.uint8, "connection": np.uint64}.get(name, np.int64 if name in WIDE else np.uint32)
             return np.array(self.rows[name] or [0], dtype=kind)
 
         return Segments(**{name: column(name) for name in Segments._fields})
@@ -274,8 +276,9 @@ def random_communication(case: Case, b: int) -> Communication:
     drags = []
     if case.contended and r.random() < 0.5:
         drags = [(case.links + r.randrange(case.devices), r.randint(0, max(1, case.scale // 4)))]
-    turn = max(1, case.scale // 5) if r.random() < 0.25 else NEVER
-    return Communication([], r.sample(to, r.randint(1, len(to))), ticks, links, drags, turn=turn)
+    turn = max(1, case.scale // r.choice((5, 20))) if r.random() < 0.5 else NEVER
+    receivers, connection = r.sample(to, r.randint(1, len(to))), r.randrange(4)
+    return Communication([], receivers, ticks, links, drags, turn=turn, connection=connection)
 
 
 # ---- proposals
@@ -315,5 +318,5 @@ def _retimed(case: Case, block: Block) -> Block:
     rows = []
     for c in block.communications:
         ticks = r.randint(0, case.scale) if r.random() < 0.4 else c.ticks
-        rows.append(Communication(c.senders, c.receivers, ticks, c.links, c.drags, c.followers, c.missing, c.turn))
+        rows.append(replace(c, ticks=ticks))
     return Block(steps, rows)

@@ -211,7 +211,7 @@ class _Definition:
             for device in member.what.senders:
                 after.update(before.get((purpose, member.key), {}).get(device, ()))
         decisive = tuple((r, seconds) for r, seconds in cost.links if self.lowered.topology.decisive[r])
-        turn = self.turn(one.form, decisive)
+        turn = self.turn(one.form, len(one.devices), decisive)
         task = self.tasks.communicate(what, sorted(after), cost.duration_s, decisive, cost.drag, turn)
         for member in members:
             arrived = self.arrived.setdefault((purpose, member.key), {})
@@ -232,12 +232,16 @@ class _Definition:
         drag = tuple((processor, seconds + more) for processor, seconds in cost.drag)
         return replace(cost, duration_s=cost.duration_s + more, drag=drag)
 
-    def turn(self, form: str, links: Sequence[tuple[int, float]]) -> float:
-        """An all-reduce lets others on its links go first after so many bytes on the slowest of them, or a 4096th."""
+    def turn(self, form: str, members: int, links: Sequence[tuple[int, float]]) -> float:
+        """A communication lets others on its links go first after so many bytes on the slowest of them, or a 4096th;
+        gloo's all-reduce, six times at least for each member but one. One that is done by then does not."""
         topology = self.lowered.topology
-        nbytes = topology.communication.turn_bytes if form == "all_reduce" and links else None
-        if nbytes is None:
+        nbytes, longest = topology.communication.turn_bytes, max((seconds for _, seconds in links), default=0.0)
+        if nbytes is None or not links:
             return inf
         slowest = min(topology.resources[r].bandwidth for r, _ in links)
-        usual = round(topology.communication.factors[form] * nbytes / slowest / TICK)
-        return max(usual, round(max(seconds for _, seconds in links) / TICK) // 4096 + 1) * TICK
+        usual = float(whole(topology.communication.factors[form] * nbytes / slowest))
+        if form == "all_reduce" and topology.communication.backend == "gloo":
+            usual = min(usual, longest / (6 * max(1, members - 1)))
+        turn = max(int(usual / TICK), int(longest / TICK) // 4096 + 1) * TICK
+        return turn if turn < longest else inf

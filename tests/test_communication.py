@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexsearch.cost import tally
-from flexsearch.cost.collectives import ALL_REDUCE, EXCHANGE, ring_edge
+from flexsearch.cost.collectives import ALL_GATHER, ALL_REDUCE, EXCHANGE, ring_edge
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.cost.tally import MOST_TURNS, NEVER, turn_of
 from flexsearch.cost.ticks import TICK
+from flexsearch.lower.connections import connection_of
 from flexsearch.quantities import MAX_DEVICES
 from flexsearch.topology import Communication, Topology
-from flexsearch.topology.parts import COLLECTIVES, FORMS, Group, Protocol
+from flexsearch.topology.parts import COLLECTIVES, Group, Protocol
 
 MEASURED = Path(
     os.environ.get("FLEXSEARCH_MEASURED", Path(__file__).parents[2] / "shared" / "data" / "measured")
@@ -181,21 +182,47 @@ def test_a_file_that_gives_factors_of_collectives_means_groups_of_all_sizes() ->
     assert Pricing(made).all_reduce(range(8), 100 * MEGA).duration_s == pytest.approx(expected, abs=2 * TICK)
 
 
-def test_an_all_reduce_gives_way_and_nothing_else_does() -> None:
+def test_what_is_longer_than_a_turn_gives_way() -> None:
     gloo = Pricing(Topology.load("ethernet-1g"))
     links = np.array([r for r, _ in gloo.all_reduce(range(4), MEGA).links], np.uint32)
-    bounds = np.uint64(0), np.uint64(len(links))
-    expected = gloo.topology.communication.turn_bytes * 1.05 / 125e6
-    assert turn_of(gloo.rates, gloo.rates.bandwidth, ALL_REDUCE, links, *bounds, 1.0) * TICK == pytest.approx(expected)
-    for longest_s in (expected * 10000, 1e6):
-        turn = turn_of(gloo.rates, gloo.rates.bandwidth, ALL_REDUCE, links, *bounds, longest_s)
-        assert 0 <= turn * MOST_TURNS * TICK - longest_s <= MOST_TURNS * TICK
-    assert turn_of(gloo.rates, gloo.rates.bandwidth, EXCHANGE, links, *bounds, 1.0) == NEVER
-    nccl = Pricing(Topology.load("dgx-a100"))
-    own, one = np.array([nccl.all_reduce(range(8), MEGA).links[0][0]], np.uint32), (np.uint64(0), np.uint64(1))
-    for form in range(len(FORMS)):
-        turn = turn_of(nccl.rates, nccl.rates.bandwidth, np.uint64(form), own, *one, 1.0)
-        assert (turn == NEVER) == (form != ALL_REDUCE)
+
+    def turn(pricing: Pricing, form: Any, longest_s: float, members: int = 2, times: int = 1) -> int:
+        rates, bounds = pricing.rates, (np.uint64(0), np.uint64(len(links)))
+        kind = np.uint64(form), np.uint64(members), np.uint64(times)
+        return int(turn_of(rates, rates.bandwidth, *kind, links, *bounds, longest_s))
+
+    for form in (ALL_REDUCE, EXCHANGE):
+        expected = gloo.topology.communication.turn_bytes * gloo.rates.factor[form] / 125e6
+        assert turn(gloo, form, 1.0) * TICK == pytest.approx(expected)
+        assert turn(gloo, form, 1.0, times=3) == 3 * turn(gloo, form, 1.0)
+        for longest_s in (expected * 10000, 1e6):
+            assert 0 <= turn(gloo, form, longest_s) * MOST_TURNS * TICK - longest_s <= MOST_TURNS * TICK
+        assert turn(gloo, EXCHANGE, expected) == NEVER
+    short = 0.008
+    assert turn(gloo, ALL_REDUCE, short, 3) * TICK == pytest.approx(short / 12)
+    assert turn(gloo, EXCHANGE, 0.001) == NEVER
+
+
+def test_connections_are_those_of_senders_and_receivers() -> None:
+    gloo, nccl = (Pricing(Topology.load(name)).rates for name in ("ethernet-1g:8", "dgx-a100"))
+
+    def connection(rates: Any, form: Any, send: list[int], receive: list[int]) -> int:
+        there, here, none = np.array(send, np.uint32), np.array(receive, np.uint32), np.uint64(0)
+        ends = np.uint64(len(send)), np.uint64(len(receive))
+        return int(connection_of(rates, np.uint64(form), there, none, ends[0], here, none, ends[1]))
+
+    for rates in (gloo, nccl):
+        message = connection(rates, EXCHANGE, [0], [1])
+        assert message not in (connection(rates, EXCHANGE, [1], [0]), connection(rates, EXCHANGE, [0], [2]))
+        group = connection(rates, ALL_REDUCE, [0, 1], [0, 1])
+        assert group not in (connection(rates, EXCHANGE, [0, 1], [0, 1]), connection(rates, ALL_REDUCE, [0, 2], [0, 2]))
+        assert group == connection(rates, ALL_REDUCE, [1, 0], [0, 1]) and message % 2 == 0
+    assert connection(gloo, ALL_REDUCE, [0, 1], [0, 1]) % 2 == 1 and connection(nccl, ALL_REDUCE, [0], [0]) % 2 == 0
+    both = (connection(nccl, form, [0, 1], [0, 1]) for form in (ALL_REDUCE, ALL_GATHER))
+    assert len(set(both)) == 1
+    both = (connection(gloo, form, [0, 1], [0, 1]) for form in (EXCHANGE, ALL_GATHER))
+    assert len(set(both)) == 1
+
 
 
 def test_prices_do_not_depend_on_the_hash_of_earlier_files() -> None:
@@ -207,6 +234,8 @@ def test_prices_do_not_depend_on_the_hash_of_earlier_files() -> None:
     for change in changes:
         communication = Communication(backend="gloo", cpu_s_per_byte=200e-12, **change)
         assert (Topology(**fields, communication=communication).content_hash() == before.content_hash()) == (not change)
+    former = Communication(backend="gloo", cpu_s_per_byte=200e-12, turn_bytes=3_000_000)  # as files had by default
+    assert former == before.communication
 
 
 def test_groups_must_ascend() -> None:

@@ -22,6 +22,7 @@ from flexsearch.simulate.engine import Engine, Times
 from flexsearch.strategy import OperatorConfig, Options, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
+from flexsearch.topology.changes import edited
 from flexsearch.topology.parts import FORMS
 from tests.proposals import propose
 from tests.random_strategies import TYPES, strategies
@@ -84,9 +85,15 @@ def uneven(count: int, duplex: str, cpu_s_per_byte: float, sharing: int) -> Topo
     return Topology(**fields | {"links": links, "communication": communication})
 
 
+def in_turns(topology: Topology, nbytes: int, busy: float = 1.0) -> Topology:
+    """The topology with short turns on links, on which what moves gets on more slowly while devices compute."""
+    changes = {"turn_bytes": nbytes, "busy_factor": busy}
+    return edited(topology, communication=topology.communication.model_copy(update=changes))
+
+
 TOPOLOGIES = {
-    "two nodes of GPUs": lambda: Topology.load("p100:2"),
-    "slow hosts": lambda: Topology.load("ethernet-1g-4"),
+    "two nodes of GPUs": lambda: in_turns(Topology.load("p100:2"), 1000),
+    "slow hosts": lambda: in_turns(Topology.load("ethernet-1g-4"), 100, 1.5),
     "PCIe": lambda: Topology.load("k80:1"),
     "unequal devices on a bus": lambda: uneven(3, "half", 0.0, 1),
     "unequal hosts that move bytes by CPU": lambda: uneven(4, "full", 1e-9, 1),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
-from flexsearch.graph import OperatorGraph
+from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.lower import Lowering
 from flexsearch.proof.bound import lower_bound
 from flexsearch.proof.exhaustive import Step, exhaustive, search_order
@@ -134,6 +134,29 @@ def test_what_is_sent_behind_an_all_reduce_that_takes_turns_need_not_wait_for_it
     forms = [c.form for c in evaluate.lower(plan).tasks.communication if c is not None and c.purpose == "forward"]
     assert forms[:2] == ["all_reduce", "all_to_all"]
     assert relaxation.bound(np.zeros(len(plan), dtype=np.int64)) <= evaluate(plan).time_s
+
+
+def test_what_waits_in_line_for_its_connection_holds_up_nothing() -> None:
+    """gloo: ``small`` goes to the same host as ``large``, behind it; ``both``, sent later, shares the link with it."""
+    b, batch = Builder("line"), 8300
+    x = b.source("x", batch, 128)
+    large, small, tail = b.linear("large", x, 64), b.linear("small", x, 15), b.linear("both", x, 4)
+    for k in range(12):
+        tail = b.linear(f"tail{k}", tail, 128 if k < 11 else 64)
+    parts = [tail, b.pointwise("short", large), b.pointwise("little", small)]
+    joined = b.add("join", "cat", "n (h), n (h-64), n (h-128) -> n h", parts, [batch, 143], sizes={"h": 143})
+    graph, topology = b.finish(joined), ethernet(2)
+
+    def config(op: Operator) -> OperatorConfig:
+        if op.name == "both" or op.name.startswith("tail"):
+            return make_config(op, {"o": 2} if op.name == "both" else {op.axes_of("sample")[0]: 2}, (0, 1))
+        return make_config(op, {}, (0,) if op.name in ("large", "small") else (1,))
+
+    plan = tuple(map(config, graph.operators))
+    evaluate = Evaluator(graph, topology, Costs(graph, topology), Options())
+    relaxation = Relaxation(evaluate.lowering, Options(), [[one] for one in plan])
+    bound = relaxation.bound(np.zeros(len(plan), dtype=np.int64))
+    assert 0.95 * evaluate(plan).time_s < bound <= evaluate(plan).time_s
 
 
 def test_without_contention_the_bound_of_a_whole_plan_is_its_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
 from flexsearch.simulate.delta import DeltaSimulator
+from flexsearch.simulate.engine import Engine
 from flexsearch.strategy import OperatorConfig, Options, States
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
@@ -27,7 +29,7 @@ from flexsearch.topology.changes import edited
 from flexsearch.topology.classes import fold_topology, foldings
 from tests.proposals import propose
 from tests.test_baselines import cnn, mlp, transformer
-from tests.test_delta import normed, tied
+from tests.test_delta import in_turns, normed, tied
 
 Configs = tuple[OperatorConfig, ...]
 CASES = [
@@ -37,6 +39,7 @@ CASES = [
     (transformer, "dgx-a100:2 spread", 4), (mlp, "dgx-a100:2 spread", 4),
     (transformer, "dgx-a100:4 by CPU", 4), (cnn, "k80:4 by CPU", 8), (mlp, "ethernet-1g:8 by CPU", 4),
     (cnn, "p100:1", 4), (tied, "p100:2", 8), (transformer, "p100:2", 4),
+    (transformer, "dgx-a100:4 turns", 4), (cnn, "k80:4 turns", 8), (mlp, "ethernet-1g:8 turns", 4),
 ]  # fmt: skip
 
 
@@ -47,6 +50,8 @@ def folded(make: Any, name: str, replicas: int) -> Fold:
     if change == "by CPU":
         slow = {"cpu_s": 2e-6, "cpu_s_per_byte": 2e-10}
         topology = edited(topology, communication=topology.communication.model_copy(update=slow))
+    if change == "turns":
+        topology = in_turns(topology, 500)
     return fold(make(), in_two_halves(topology, replicas) if change == "spread" else topology, replicas)
 
 
@@ -122,15 +127,28 @@ def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: 
     assert even
 
 
+def last_ends(one: DeltaSimulator) -> list[int]:
+    """By block, when its last communication ends, ticks."""
+    rows = one.lowering.lower(one.configs, one.options).rows
+    times = Engine(rows.schedule, rows.machine).times(rows.segments, rows.segment)
+    ends = np.append(times.communication_first, times.communication_end.shape[1]).astype(int)
+    return [max(times.communication_end[0, a:b], default=0) for a, b in pairwise(ends)]
+
+
+@pytest.mark.parametrize(("name", "bucket"), [("k80:4", 25 * 2**20), ("k80:4", 1), ("k80:4 turns", 1)])
 @pytest.mark.parametrize("states", [States.OPTIMIZER, States.WEIGHTS])
-def test_all_reduces_between_hosts_take_turns_on_the_link_that_they_share(states: States) -> None:
-    """Two blocks to a host: the all-reduces of the parts that each of them has are one exchange when folded."""
-    parts = folded(cnn, "k80:4", 8)
+def test_all_reduces_between_hosts_take_turns_on_the_link_that_they_share(
+    states: States, name: str, bucket: int
+) -> None:
+    """Two blocks to a host: the all-reduces of the parts that each of them has are one exchange when folded, which ends
+    with the last of them; also where each weight goes by itself."""
+    parts, options = folded(cnn, name, 8), Options(bucket_bytes=bucket)
     data = baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part)
     configs = tuple(config.sharded(states, parts.folding.whole.host_size) for config in data)
-    one, whole = (make(parts, configs, Options()) for make in (simulator, whole_simulator))
+    one, whole = (make(parts, configs, options) for make in (simulator, whole_simulator))
     assert one.seconds == whole.seconds and max(peaks(one)) == max(peaks(whole))
-    lowered = one.lowering.lower(one.configs, Options())
+    assert last_ends(one) == last_ends(whole)
+    lowered = one.lowering.lower(one.configs, options)
     assert any("all_reduce" in w.plan.sync.form for w in lowered.weights if w.plan.sync)
     assert simulate(lowered).makespan_s == one.seconds
 

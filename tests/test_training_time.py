@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.exchanges import streaming_seconds, work_seconds
 from flexsearch.cost.ticks import TICK
+from flexsearch.lower import Communication, recipe_rows
 from flexsearch.lower.recipe_rows import push_cost, with_exchanges, with_pushes
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.lower.rows import RECIPE, Segments
+from flexsearch.lower.rows import NEVER, RECIPE, Segments
 from flexsearch.lower.several import computing, repeated
 from flexsearch.lower.view import Rows
 from flexsearch.setting import Setting
@@ -168,12 +170,24 @@ def at_once(
     return sorted(row for row in result if row[0] <= min(last))
 
 
+@pytest.fixture
+def unequal_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing becomes ready at the same tick, where the window may serve rows in another order."""
+    turn = recipe_rows._turn
+
+    def unequal(writer: Any, what: Communication, links: list[int]) -> int:
+        return min(NEVER, turn(writer, what, links) + 1000 * what.devices[0] + 7919 * what.devices[-1])
+
+    monkeypatch.setattr(recipe_rows, "_turn", unequal)
+
+
 ALONE = ("async+server", "async+server:shards=2", "async+server:on=devices", "stale:bound=0+server",
          "stale:bound=2+server:shards=2")  # fmt: skip
 
 
 @pytest.mark.parametrize("jitter", (0.0, 0.4))
 @pytest.mark.parametrize("text", ALONE)
+@pytest.mark.usefixtures("unequal_turns")
 def test_pushes_arrive_as_in_one_long_run(text: str, jitter: float) -> None:
     """The window changes nothing: neither times nor order, for several times as many steps as it has."""
     topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
@@ -185,7 +199,7 @@ def test_pushes_arrive_as_in_one_long_run(text: str, jitter: float) -> None:
 
 
 def test_two_workers_and_a_server_by_hand() -> None:
-    """Whose link takes one push, and one answer, at a time."""
+    """Whose link is shared by pushes, and by answers."""
     topology = Topology.load("ethernet-1g:3")
     free = {"cpu_s": 0.0, "cpu_s_per_byte": 0.0}
     topology = edited(topology, communication=topology.communication.model_copy(update=free))
@@ -206,12 +220,13 @@ def test_two_workers_and_a_server_by_hand() -> None:
     assert [a.seconds for a in result] == pytest.approx([first, second, third], rel=1e-6)
     computed = [0.1 + encode, 0.15 + encode, 0.2 + load + 2 * encode]
     assert [a.computed_s for a in result] == pytest.approx(computed, rel=1e-6)
-    # Both at the same time: the link takes one push after the other.
-    occupied = dict(price.transfer("exchange", [(0, 2, nbytes)]).links)
+    # Both at the same time: the link is theirs by turns.
+    link = max(dict(price.transfer("exchange", [(0, 2, nbytes)]).links).values())
+    turn = float(topology.communication.turn_bytes or 0) * topology.communication.factors["exchange"] / 125e6
     same = arrivals("async+server:on=devices", Workers.timed(0.1, topology, 2), 2)
     assert [a.worker for a in same] == [0, 1]
-    assert same[0].seconds == pytest.approx(first, rel=1e-6)
-    assert same[1].seconds - same[0].seconds == pytest.approx(max(*occupied.values(), update), rel=1e-6)
+    assert same[0].seconds == pytest.approx(first + link // turn * turn, rel=1e-6)
+    assert same[1].seconds == pytest.approx(first + link, rel=1e-6)
 
 
 def pushing(
@@ -233,6 +248,7 @@ def pushing(
 
 
 @pytest.mark.parametrize("text", ("async+server:shards=2+threshold:tau=1", "stale:bound=1+server+threshold:tau=1"))
+@pytest.mark.usefixtures("unequal_turns")
 def test_bytes_may_be_told_step_by_step(text: str) -> None:
     of, recipe = workers(jitter=0.3, slow=(1.0, 1.0, 1.7, 1.0)), parse_recipe(text)
     assert recipe.server is not None

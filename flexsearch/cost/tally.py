@@ -23,13 +23,18 @@ NEVER: Any = np.iinfo(np.int64).max
 """Ticks of a turn that does not end."""
 MOST_TURNS: Any = np.int64(4096)
 """Of one communication: each is simulated, and finer ones would change nothing that matters."""
+ROUNDS: Final = 6.0
+"""Turns of gloo's all-reduce at least, for each member but one. Measured: 1 MB behind 25 MB takes 34 to 41 ms on two
+hosts at 1 Gbit/s and 52 to 84 on three, instead of 13 alone; 21 to 36 behind a message (``benchmarks.link_sharing``).
+"""
 
 
 @packed
 class Rates(NamedTuple):
     """Figures of a topology. ``bandwidth``: B/s by resource (of a processor: 0). By number of a form in ``FORMS``:
     ``factor``; ``cpu_s_per_byte``, processor time; ``tensor_s`` of each tensor but one; ``by_group``: whether the
-    library has algorithms for groups of devices (``collectives``); ``turn_bytes`` (0: none). By device: ``processor``
+    library has algorithms for groups of devices (``collectives``); ``two_at_once``: whether a group has two of them
+    under way. ``turn_bytes``: (1,), 0: none. By device: ``processor``
     (its resource), ``host``. By members of a group on one host: ``step_s`` of a collective, ``group_factor``; both 0 if
     not known; ``least_s``, and of each of two protocols ``protocol_s`` and ``protocol_factor``, which are 0 if there is
     but one. (1,): ``overhead_s``, ``message_s``, ``launch_s`` of a collective; ``cpu_s``, processor time of a
@@ -41,6 +46,7 @@ class Rates(NamedTuple):
     cpu_s_per_byte: F64
     tensor_s: F64
     by_group: U8
+    two_at_once: U8
     turn_bytes: F64
     processor: U32
     host: U32
@@ -131,22 +137,24 @@ class Loads(NamedTuple):
 
 
 @lean
-def turn_of(rates: Rates, bandwidth: F64, form: Any, links: U32, first: Any, last: Any, longest_s: Any) -> Any:
-    """Ticks after which a communication on ``links[first:last]`` (of a ``bandwidth``, B/s) lets others on these go
-    first: until so many bytes have crossed the slowest; ``NEVER``: it does not. ``longest_s``: for so long it keeps
-    its busiest link busy, s; no more than ``MOST_TURNS`` are made of that.
-
-    gloo: an all-reduce has connections of its own, which share a link with those of others by turns. Messages between
-    two devices share one connection: the first in is the first out. (Measured, ``benchmarks/link_sharing.py``.) NCCL:
-    every communicator has buffers of its own, and a network card serves those of all."""
-    ticks = NEVER
-    if rates.turn_bytes[form] > 0.0 and last > first:
-        slowest = bandwidth[np.uint64(links[first])]
-        for k in range(first, last):
-            slowest = min(slowest, bandwidth[np.uint64(links[k])])
-        seconds = link_seconds(rates.factor[form], rates.turn_bytes[form], slowest)
-        ticks = max(np.int64(seconds / TICK), np.int64(longest_s / TICK) // MOST_TURNS + 1)
-    return ticks
+def turn_of(
+    rates: Rates, bandwidth: F64, form: Any, members: Any, times: Any, links: U32, first: Any, last: Any, longest_s: Any
+) -> Any:  # fmt: skip
+    """Ticks after which a communication of so many ``members`` on ``links[first:last]`` (of a ``bandwidth``, B/s) lets
+    others on these go first: until ``turn_bytes`` have crossed the slowest, ``times`` as many where it stands for so
+    many. ``NEVER``: by then it is done. ``longest_s``: for so long it keeps its busiest link busy, s; no more than
+    ``MOST_TURNS`` are made of that. In gloo's all-reduce each member waits for its neighbour again and again: a short
+    one has as many turns."""
+    if rates.turn_bytes[0] == 0.0 or last == first:
+        return NEVER
+    slowest = bandwidth[np.uint64(links[first])]
+    for k in range(first, last):
+        slowest = min(slowest, bandwidth[np.uint64(links[k])])
+    seconds = link_seconds(rates.factor[form], rates.turn_bytes[0], slowest)
+    if rates.two_at_once[form] == 1:
+        seconds = min(seconds, longest_s / (ROUNDS * max(1.0, np.float64(members) - 1.0)))
+    ticks = max(np.int64(seconds / TICK), np.int64(longest_s / TICK) // MOST_TURNS + 1)
+    return ticks * np.int64(times) if ticks < np.int64(longest_s / TICK) else NEVER
 
 
 @lean
@@ -300,14 +308,15 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
                 lines = [g.protocols[k] for g in groups]
                 protocols[0, :, k] = np.interp(members, at, [line.startup_s for line in lines]) + more + learned.start_s
                 protocols[1, :, k] = np.interp(members, at, [line.factor for line in lines]) * learned.time
-    turn = float(communication.turn_bytes or 0)
+    own_threads = communication.backend == "gloo"
     return Rates(
         bandwidth=np.array([r.bandwidth if r.kind == "link" else 0.0 for r in resources]),
         factor=np.array([communication.factors[form] * learned.time for form in FORMS]),
         cpu_s_per_byte=np.array([communication.cpu_s_per_byte_of(form) for form in FORMS]),
         tensor_s=np.array([communication.tensor_by_form.get(form, 0.0) for form in FORMS]),
         by_group=np.array([communication.by_group(form) for form in FORMS], np.uint8),
-        turn_bytes=np.array([turn if form == "all_reduce" else 0.0 for form in FORMS]),
+        two_at_once=np.array([own_threads and form == "all_reduce" for form in FORMS], np.uint8),
+        turn_bytes=np.array([float(communication.turn_bytes or 0)]),
         processor=np.array(topology.processor_of, np.uint32), host=topology.host_of, step_s=steps,
         group_factor=factors * learned.time, least_s=least, protocol_s=protocols[0].copy(),
         protocol_factor=protocols[1].copy(),

@@ -18,7 +18,7 @@ _LISTS: Final[dict[str, tuple[str, ...]]] = {
     "table": ("step_first",),
     "step": ("step_kind", "step_block", "step_row", "step_ticks", "step_host"),
     "communication": (
-        "communication_ticks", "missing", "turn", "link_first", "link_last", "drag_first", "drag_last",
+        "communication_ticks", "missing", "turn", "connection", "link_first", "link_last", "drag_first", "drag_last",
         "receiver_first", "receiver_last", "follower_first", "follower_last",
     ),
     "link": ("link", "link_ticks"),
@@ -35,7 +35,7 @@ GROWTH: Final = 4
 """How much larger a list becomes when it grows."""
 _TYPES: Final[dict[str, Any]] = {
     "step_kind": np.uint8, "step_ticks": np.int64, "step_host": np.int64, "communication_ticks": np.int64,
-    "turn": np.int64, "link_ticks": np.int64, "drag_ticks": np.int64,
+    "turn": np.int64, "connection": np.uint64, "link_ticks": np.int64, "drag_ticks": np.int64,
 }  # fmt: skip
 """Types of columns that are not uint32."""
 
@@ -128,7 +128,7 @@ class Arena:
         new.communication_first[: len(used)], new.communication_last[: len(used)] = _moved(first, last)
         rows = _rows(first, last)
         filled.communication[0] = len(rows)
-        for column in ("communication_ticks", "missing", "turn"):
+        for column in ("communication_ticks", "missing", "turn", "connection"):
             getattr(new, column)[: len(rows)] = getattr(old, column)[rows]
         for name in ("link", "drag", "receiver", "follower"):
             first, last = getattr(old, f"{name}_first")[rows], getattr(old, f"{name}_last")[rows]

@@ -101,6 +101,7 @@ class Pools(NamedTuple):
     amount: U64  # what a collective is priced by, of messages 0
     form: U8  # number of its form
     turn: I64  # ticks
+    connection: U64
     key: U32  # exchanges of the same key go together in a bucket
     send: U32
     receive: U32

@@ -96,7 +96,7 @@ def open_communication(segments: Segments, filled: Filled, draft: Draft, links: 
     segments.link_first[c], segments.drag_first[c] = filled.link[0], filled.drag[0]
     segments.receiver_first[c], segments.follower_first[c] = filled.receiver[0], filled.follower[0]
     segments.follower_last[c] = filled.follower[0]
-    segments.turn[c] = NEVER
+    segments.turn[c], segments.connection[c] = NEVER, ZERO
     filled.communication[0] = c + ONE
     return c
 
@@ -165,7 +165,7 @@ def add_exchange(
     stamp = new_stamp(draft)
     add_ends(blocks, pools, draft, segments, filled, b, c, row, x, stamp, stamp)
     close(segments, filled, c, pools.duration[x])
-    segments.turn[c] = pools.turn[x]
+    segments.turn[c], segments.connection[c] = pools.turn[x], pools.connection[x]
 
 
 @lean

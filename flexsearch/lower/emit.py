@@ -283,11 +283,12 @@ def _group(
     open_communication(segments, filled, draft, touched, resources, devices)
     if draft.full[0] == 1:
         return
-    longest, once, often = 0.0, np.int64(0), np.int64(0)
+    longest, once, often, most = 0.0, np.int64(0), np.int64(0), ONE
     for j in range(touched):
         r = np.uint64(groups.touched[j])
         longest, ticks = max(longest, groups.load[r]), ticks_of(groups.load[r])
         once, often = max(once, ticks), max(often, ticks * np.int64(groups.many[r]))
+        most = max(most, np.uint64(groups.many[r]))
         add_link(segments, filled, r, ticks * np.int64(groups.many[r]))
     for j in range(merge_drags(program, pools, groups, phase, g)):
         r = np.uint64(groups.touched[j])
@@ -297,7 +298,10 @@ def _group(
         add_ends(blocks, pools, draft, segments, filled, b, c, row, np.uint64(groups.exchange[m]), stamp, stamp)
         m = np.uint64(groups.next[m])
     close(segments, filled, c, ticks_of(seconds) + often - once)
+    one = np.uint64(groups.exchange[np.uint64(groups.head[phase, g])])
+    members = np.uint64(pools.from_last[one]) - np.uint64(pools.from_first[one])
+    segments.connection[c] = pools.connection[one]
     segments.turn[c] = turn_of(
-        program.rates, program.bandwidth, np.uint64(pools.key_form[np.uint64(groups.key[phase, g])]), segments.link,
+        program.rates, program.bandwidth, np.uint64(pools.form[one]), members, most, segments.link,
         np.uint64(segments.link_first[c]), np.uint64(segments.link_last[c]), longest,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools
+from flexsearch.lower.connections import connection_of
 from flexsearch.lower.orbits import BlockMap, add_places, at_once, crosses_blocks, orbit_of
 from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
@@ -149,7 +150,11 @@ def _append_one(
     pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
     pools.duration[at] = ticks_of(rows.duration[x])
     pools.key[at], pools.form[at] = 0, rows.form[x]
-    begin, last = _begin(end, SEND, x), np.uint64(end[SEND, x])
+    begin, last, form = _begin(end, SEND, x), np.uint64(end[SEND, x]), np.uint64(rows.form[x])
+    members = last - begin
+    pools.connection[at] = connection_of(
+        rates, form, rows.send, begin, last, rows.receive, _begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
+    )
     links, ends = _begin(end, LINK, x), np.uint64(end[LINK, x])
     _bring_least(rows, routes, rates, links, ends, begin, last, x)
     pools.send_first[at], pools.send_last[at], pools.from_first[at], pools.from_last[at] = _list(
@@ -177,12 +182,13 @@ def _append_one(
                 pools.link_ticks[to] = max(ticks, pools.link_ticks[to])
                 pools.link_load[to] = max(np.float64(loads.link_load[k]), pools.link_load[to])
             longest = max(longest, loads.link_s[k])
-    if count > ONE and (rows.form[x] == ALL_REDUCE or rates.by_group[np.uint64(rows.form[x])] == 1):
-        _take_turns(blocks, pools, at, size[LINK], count)
+    times = ONE
+    if count > ONE and (form == ALL_REDUCE or rates.by_group[form] == 1):
+        times = _add_images(blocks, pools, at, size[LINK], count)
     pools.orbit[at] = count
     pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
     begin = np.uint64(pools.link_first[at])
-    pools.turn[at] = turn_of(rates, bandwidth, rows.form[x], pools.link, begin, size[LINK], longest)
+    pools.turn[at] = turn_of(rates, bandwidth, form, members, times, pools.link, begin, size[LINK], longest)
     blocks.listing[0] += ONE
     for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
         to = _row_of(blocks, np.uint64(loads.drag[k]), pools.drag, size, DRAG)
@@ -214,18 +220,20 @@ def _bring_least(
 
 
 @lean
-def _take_turns(blocks: BlockMap, pools: Pools, x: Any, last: Any, count: Any) -> None:
+def _add_images(blocks: BlockMap, pools: Pools, x: Any, last: Any, count: Any) -> Any:
     """Where several of the ``count`` exchanges of an orbit use a link, exchange ``x`` keeps it busy as long as all of
-    them, and ends with the last. ``blocks.many``: links by row; the rows end before ``last``."""
-    before = after = np.int64(0)
+    them, and ends with the last. ``blocks.many``: links by row; the rows end before ``last``. Returns how many of them
+    use the same link at most."""
+    before, after, most = np.int64(0), np.int64(0), ONE
     first = np.uint64(pools.link_first[x])
     for row in range(first, last):
         times = at_once(count, blocks.many[row - first], blocks.images[np.uint64(pools.link[row])])
-        before = max(before, np.int64(pools.link_ticks[row]))
+        before, most = max(before, np.int64(pools.link_ticks[row])), max(most, times)
         pools.link_ticks[row] *= np.int64(times)
         pools.link_load[row] *= np.float64(times)
         after = max(after, np.int64(pools.link_ticks[row]))
     pools.duration[x] += after - before
+    return most
 
 
 @lean

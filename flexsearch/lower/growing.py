@@ -20,16 +20,17 @@ TYPES: dict[str, Any] = {
     "spread": np.uint8,
     "entry_forward": np.int64, "entry_backward": np.int64, "entry_inputs": np.int64,
     "entry_weight": np.int64, "entry_cast": np.int64, "duration": np.int64,
-    "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "key_form": np.uint8,
-    "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64, "link_load": np.float64,
-    "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64, "forward": np.int64,
-    "backward": np.int64, "inputs": np.int64, "weight": np.int64, "cast": np.int64, "role": np.uint8, "used": np.uint8,
-    "copy": np.int64, "middle": np.int64, "staged": np.int64, "staged_again": np.int64,
+    "start": np.float64, "amount": np.uint64, "form": np.uint8, "turn": np.int64, "connection": np.uint64,
+    "key_form": np.uint8, "key_group": np.uint8, "link_ticks": np.int64, "link_least": np.int64,
+    "link_load": np.float64, "drag_ticks": np.int64, "drag_load": np.float64, "store_bytes": np.uint64,
+    "forward": np.int64, "backward": np.int64, "inputs": np.int64, "weight": np.int64, "cast": np.int64,
+    "role": np.uint8, "used": np.uint8, "copy": np.int64, "middle": np.int64, "staged": np.int64,
+    "staged_again": np.int64,
 }  # fmt: skip
 """Columns of ``Pools``, ``Splits`` and ``Landings`` that are not uint32."""
 _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", "from_first", "from_last",
                     "to_first", "to_last", "link_first", "link_last",
-                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "key",
+                    "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "connection", "key",
                     "orbit")  # fmt: skip
 _START, _GROWTH = 1 << 14, 4
 """Rows of the columns at first, and how many times as many they become when they grow."""
@@ -45,7 +46,7 @@ class GrowingPools:
         # Template 0 of each kind is the empty one.
         self.used = Used(
             configs=_counts(1), entries=_counts(0), layouts=_counts(0), reshards=_counts(1),
-            landings=np.zeros(2, np.uint64), exchanges=np.zeros(6, np.uint64), buckets=_counts(0), plans=_counts(1),
+            landings=np.zeros(2, np.uint64), exchanges=np.zeros(6, np.uint64), buckets=_counts(1), plans=_counts(1),
             gathers=_counts(0), stores=_counts(0),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from flexsearch.compiled import ONE, U32, U64, ZERO, lean, wide
 from flexsearch.packed import packed
 
 _FACTOR = np.uint64(0xFF51AFD7ED558CCD)
-_SENDS, _RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+SENDS, RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 @packed
@@ -66,7 +66,8 @@ def at_once(exchanges: Any, links: Any, images: Any) -> Any:
 
 
 @wide
-def _mixed(value: Any) -> Any:
+def mixed(value: Any) -> Any:
+    """A hash of a number."""
     value = (value ^ (value >> np.uint64(33))) * _FACTOR
     return value ^ (value >> np.uint64(29))
 
@@ -101,7 +102,7 @@ def _digest(blocks: BlockMap, devices: U32, first: Any, last: Any, turn: Any, ro
     """A number for a set of devices after a turn."""
     total = ZERO
     for k in range(first, last):
-        total += _mixed(_turned(blocks, np.uint64(devices[k]), turn) * role + role)
+        total += mixed(_turned(blocks, np.uint64(devices[k]), turn) * role + role)
     return total
 
 
@@ -112,8 +113,8 @@ def orbit_of(
     """A number for the devices of an exchange, another for its orbit, and how many exchanges that has."""
     own, same = ZERO, True
     for turn in (ZERO, ONE, blocks.inside[0]):  # what both generators leave as it is, all turns do
-        digest = _digest(blocks, send, send_first, send_last, turn % blocks.replicas[0], _SENDS) + _digest(
-            blocks, receive, receive_first, receive_last, turn % blocks.replicas[0], _RECEIVES
+        digest = _digest(blocks, send, send_first, send_last, turn % blocks.replicas[0], SENDS) + _digest(
+            blocks, receive, receive_first, receive_last, turn % blocks.replicas[0], RECEIVES
         )
         if turn == ZERO:
             own = digest
@@ -122,8 +123,8 @@ def orbit_of(
         return own, own, ONE
     least, fixed = own, ONE
     for turn in range(ONE, blocks.replicas[0]):
-        digest = _digest(blocks, send, send_first, send_last, turn, _SENDS) + _digest(
-            blocks, receive, receive_first, receive_last, turn, _RECEIVES
+        digest = _digest(blocks, send, send_first, send_last, turn, SENDS) + _digest(
+            blocks, receive, receive_first, receive_last, turn, RECEIVES
         )
         least = min(least, digest)
         if digest == own:

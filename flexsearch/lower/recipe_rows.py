@@ -22,11 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexsearch.compiled import ZERO
 from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.exchanges import independent, price, work_seconds
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
+from flexsearch.direct import direct
 from flexsearch.graph import volume
+from flexsearch.lower.connections import connection_of
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
 from flexsearch.lower.taskgraph import Communication
@@ -38,7 +41,7 @@ from flexsearch.topology.parts import FORMS
 Lowered = Any
 Rows = Any
 """``lowering.Lowered`` and ``view.Rows``, which import this module."""
-_turn_of = getattr(turn_of, "py_func", turn_of)
+_turn_of, _connection_of = getattr(turn_of, "py_func", turn_of), direct(connection_of)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class _Draft:
     drags: list[list[tuple[int, int]]] = field(default_factory=list)
     ticks: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    connections: list[int] = field(default_factory=list)
     followers: list[list[int]] = field(default_factory=list)
 
 
@@ -234,6 +238,8 @@ class _Writer:
         draft.drags.append([(r, round(s / TICK)) for r, s in transfer.drag])
         draft.ticks.append(round(transfer.duration_s / TICK))
         draft.turns.append(_turn(self, what, [r for r, _ in links]))
+        ends = ({group.positions[m[k]] for m in exchange.messages()} for k in (0, 1))
+        draft.connections.append(_connection(self, exchange.form, *ends))
         draft.followers.append([])
         return len(draft.missing) - 1
 
@@ -329,7 +335,7 @@ def _appended(rows: Rows, segments: Segments, draft: _Draft, block: int) -> Segm
         "communication_last": [before + total], "step_first": np.cumsum([at, *counts]).tolist(),
         "step_kind": [s[0] for s in steps], "step_block": [block] * len(steps), "step_row": [s[1] for s in steps],
         "step_ticks": [s[2] for s in steps], "step_host": [s[3] for s in steps], "communication_ticks": draft.ticks,
-        "missing": draft.missing, "turn": draft.turns,
+        "missing": draft.missing, "turn": draft.turns, "connection": draft.connections,
         "link_first": link_first, "link_last": link_last, "link": [r for row in links for r, _ in row],
         "link_ticks": [t for row in links for _, t in row], "drag_first": drag_first, "drag_last": drag_last,
         "drag": [r for row in drags for r, _ in row], "drag_ticks": [t for row in drags for _, t in row],
@@ -343,8 +349,15 @@ def _appended(rows: Rows, segments: Segments, draft: _Draft, block: int) -> Segm
 def _turn(writer: _Writer, what: Communication, links: Sequence[int]) -> int:
     """Ticks after which a communication lets others on its links go first."""
     longest = max((s for _, s in what.transfer.links), default=0.0)
-    rates, form = writer.pricing.rates, FORMS.index(what.form)
-    return int(_turn_of(rates, rates.bandwidth, form, np.array(links, np.uint32), 0, len(links), longest))
+    rates, form, members = writer.pricing.rates, FORMS.index(what.form), len(what.senders)
+    return int(_turn_of(rates, rates.bandwidth, form, members, 1, np.array(links, np.uint32), 0, len(links), longest))
+
+
+def _connection(writer: _Writer, form: str, send: set[int], receive: set[int]) -> int:
+    """See ``Segments``."""
+    rates, number, one, other = writer.pricing.rates, *map(np.uint64, (FORMS.index(form), len(send), len(receive)))
+    there, here = (np.array(sorted(devices), np.uint32) for devices in (send, receive))
+    return int(_connection_of(rates, number, there, ZERO, one, here, ZERO, other))
 
 
 def _longer(column: Any, values: Sequence[int]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import I64, U8, U32, lean
+from flexsearch.compiled import I64, U8, U32, U64, lean
 from flexsearch.packed import packed
 
 Numbers = npt.NDArray[np.int64]
@@ -92,7 +92,9 @@ class Segments(NamedTuple):
     of a COMPUTE, how long it takes. ``step_host``: of a COMPUTE or an ISSUE, how long the host takes to launch it.
 
     By communication: ``communication_ticks`` from start to end; ``missing``: senders that issue it plus communications
-    that it follows; ``turn``: ticks after which it lets others on its links go first (NEVER: it does not). Links (a
+    that it follows; ``turn``: ticks after which it lets others on its links go first (NEVER: it is done by then);
+    ``connection``: a number of the connection that it goes on, which carries one communication after the other, or if
+    it is odd, two at once. Links (a
     resource, and the ticks for which it is kept busy), drags (a processor, and the ticks of computing that moving the
     bytes takes from it, from the moment when the communication is ready), receiving devices (those that may WAIT for
     it), and the communications that follow it (block and number there), which wait for its end.
@@ -110,6 +112,7 @@ class Segments(NamedTuple):
     communication_ticks: I64
     missing: U32
     turn: I64
+    connection: U64
     link_first: U32
     link_last: U32
     link: U32

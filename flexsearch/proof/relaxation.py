@@ -93,11 +93,14 @@ class _Builder:
                 launch_backward[i, c] = self.samples.launching(i, True)
                 on[i, c] = mask(config.devices)
                 busy[i, c] = sum(np.maximum(seconds, 0.0).sum() for seconds in (forward[i, c], backward[i, c]))
+        columns = {**self._hosts(), **self._edges(), **_Weights(self).columns()}
+        shared = self.samples.shared_connections()
+        for way in ("there", "back"):
+            columns[f"{way}_holds"][np.isin(columns.pop(f"{way}_connection"), shared)] = 0.0
         return Tables(
             choices=_numbers(len(row) for row in self.configs), has_backward=_numbers(graph.has_backward), on=on,
             forward=forward, backward=backward, busy=busy, least_busy=np.array(self.least),
-            launch_forward=launch_forward, launch_backward=launch_backward, **self._hosts(), **self._edges(),
-            **_Weights(self).columns(),
+            launch_forward=launch_forward, launch_backward=launch_backward, **columns,
         )  # fmt: skip
 
     def _hosts(self) -> dict[str, Any]:
@@ -159,6 +162,7 @@ class _Builder:
         # As they are sent: by output, then by reader.
         sent = [*sorted(range(len(edges)), key=lambda e: self._output(edges[e])), *range(len(edges), len(ends))]
         out = _rows([[e for e in sent if ends[e][0] == i] for i in range(len(graph.operators))])
+        both = {"there": there, "back": back}
         return {
             "into_first": into[0], "into_last": into[1], "out_first": out[0], "out_last": out[1], "out": out[2],
             "edge_from": _numbers(edge[0] for edge in ends), "edge_to": _numbers(edge[1] for edge in ends),
@@ -169,6 +173,7 @@ class _Builder:
             "there_send": _numbers(m.send for m in there), "back_send": _numbers(m.send for m in back),
             "there_launch": np.array([m.launch for m in there]), "back_launch": np.array([m.launch for m in back]),
             "there_holds": np.array([m.holds for m in there]), "back_holds": np.array([m.holds for m in back]),
+            **{f"{way}_connection": np.array([m.connection for m in ms], np.uint64) for way, ms in both.items()},
         }  # fmt: skip
 
     def _followers(self, edges: set[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -28,12 +28,13 @@ from flexsearch.strategy import OperatorConfig, Options
 class Moved(NamedTuple):
     """What the reshard of an edge means to the devices at its ends. ``delays``: seconds from the end of the last task
     of device a to the arrival of what device b receives. ``send``: mask of the senders, if all of it begins with one
-    communication that keeps its links until it has ended, else 0; and for how long it ``holds`` each resource.
-    ``launch``: seconds of a device's host."""
+    communication that keeps its links until it has ended, else 0; for how long it ``holds`` each resource, if it need
+    not wait for its ``connection``. ``launch``: seconds of a device's host."""
 
     delays: F64
     send: int
     holds: F64
+    connection: int
     launch: F64
 
 
@@ -107,14 +108,14 @@ class Samples:
 
     def nothing(self) -> Moved:
         """What moves where nothing does."""
-        return Moved(np.full((self.count, self.count), NEVER), 0, np.zeros(self.resources), np.zeros(self.count))
+        return Moved(np.full((self.count, self.count), NEVER), 0, np.zeros(self.resources), 0, np.zeros(self.count))
 
     def moved(self, operator: int, position: int, backward: bool = False) -> Moved:
         """The reshard of what an operator reads, or of the gradient that it makes of that."""
         block, sent = self.rows.sent(int(self.rows.program.operand_first[operator]) + position, backward)
-        delays, send, holds, launch = self.nothing()
+        delays, send, holds, connection, launch = self.nothing()
         if not sent:
-            return Moved(delays, send, holds, launch)
+            return Moved(delays, send, holds, connection, launch)
         segments = self.rows.arena.segments
         begin = int(segments.communication_first[self.rows.segment[block]])
         senders: dict[int, list[int]] = {row: [] for row in sent}
@@ -131,10 +132,17 @@ class Samples:
         first = min(firsts)
         alone = firsts == {first} and set(followers[first]) == set(sent) - firsts
         if alone and segments.turn[begin + first] == NO_TURN:
-            send = mask(senders[first])
+            send, connection = mask(senders[first]), int(segments.connection[begin + first])
             rows = slice(int(segments.link_first[begin + first]), int(segments.link_last[begin + first]))
             np.add.at(holds, segments.link[rows], segments.link_ticks[rows] * TICK)
-        return Moved(delays, send, holds, launch)
+        return Moved(delays, send, holds, connection, launch)
+
+    def shared_connections(self) -> list[int]:
+        """Connections for which what needs a single turn may have to wait: something has several there. What goes in
+        buckets may, with what else is in them."""
+        pools = self.rows.templates.pools
+        several = ((pools.turn > 0) & (pools.turn < NO_TURN)) | (pools.key > 0)
+        return np.unique(pools.connection[several]).tolist() if self.rows.program.rates.turn_bytes[0] else []
 
     def _delay(self, delays: F64, senders: list[int], communication: int, before: int) -> None:
         """Lengthen the way from some devices to where a communication arrives that starts so many ticks later."""

@@ -71,7 +71,8 @@ def chrome_trace(
             if task in spans:
                 events.append(_compute(lowered, task, 2 * device + 2, *spans[task]))
         else:
-            events += _on_links(lowered, task, turns_of.get(task, [(float(simulation.start[task]), 0.0)]), links)
+            alone = (float(simulation.start[task]), 0.0, math.inf)
+            events += _on_links(lowered, task, turns_of.get(task, [alone]), links)
     events += _arrows(lowered, simulation, links)
     if spans:
         events += _measured_communication(lowered, spans, seen)
@@ -217,7 +218,7 @@ def _communication_args(lowered: Lowered, task: int) -> Event:
     }  # fmt: skip
 
 
-def _on_links(lowered: Lowered, task: int, taken: Sequence[tuple[float, float]], pid: int) -> list[Event]:
+def _on_links(lowered: Lowered, task: int, taken: Sequence[tuple[float, float, float]], pid: int) -> list[Event]:
     """A communication on every link it keeps busy, in each of its turns."""
     communication = lowered.tasks.communication[task]
     if communication is None:
@@ -225,10 +226,10 @@ def _on_links(lowered: Lowered, task: int, taken: Sequence[tuple[float, float]],
     args, carried = _communication_args(lowered, task), dict(communication.transfer.link_bytes)
     return [
         _slice(
-            lowered, task, pid, r, begin, begin + min(lowered.tasks.turn[task], busy - done),
+            lowered, task, pid, r, begin, begin + min(after, busy) - done,
             args | {"link_bytes": carried.get(r, 0)},
         )
-        for begin, done in taken
+        for begin, done, after in taken
         for r, busy in lowered.tasks.links[task]
         if busy > done
     ]  # fmt: skip

@@ -6,7 +6,8 @@ what is under way, in the engine's state, is renumbered. So there may be any num
 time.
 
 Workers that must not be far ahead of others, or read batches together, move on together, by the steps that the last of
-them has behind it; all others by their own."""
+them has behind it; all others by their own. So rows that become ready at the same tick, as happens where links are
+shared by turns, may be served in another order than in one run of all steps."""
 
 from __future__ import annotations
 
@@ -169,7 +170,10 @@ class AsynchronousTime:
         count = int(state.pending_count[0])
         moved = by_owner[pending.place[:count] % layout.places]
         pending.place[:count] -= (moved * layout.places).astype(np.uint32)
-        pending.identity[:count] = self._earlier(pending.identity[:count], moved)
+        before = pending.identity[:count].copy()
+        pending.identity[:count] = self._earlier(before, moved)
+        held, sort = state.lines.identity[: int(state.lines.held[0])], np.argsort(before)
+        held[:] = pending.identity[sort[np.searchsorted(before[sort], held)]]
         count = int(queue.size[0])
         identity, item = queue.identity[:count].copy(), queue.item[:count].astype(np.int64)
         sent = identity & COMMUNICATION != 0
@@ -189,7 +193,8 @@ class AsynchronousTime:
         state = self._run.state
         devices, pending, queue, end = state.devices, state.pending, state.queue, state.record.end
         count, size = int(state.pending_count[0]), int(queue.size[0])
-        for column in (devices.clock, state.free, pending.ready[:count], queue.ready[:size], state.latest):
+        ready = pending.ready[:count], queue.ready[:size]
+        for column in (devices.clock, state.free, state.computing, *ready, state.latest):
             np.maximum(column - ticks, 0, out=column)
         np.subtract(devices.host, ticks, out=devices.host)
         pending.end[:count] -= np.where(pending.end[:count] >= 0, ticks, 0)

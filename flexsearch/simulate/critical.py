@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -73,14 +74,23 @@ def critical_path(lowered: Lowered) -> tuple[Step, ...]:
     return tuple(_joined(steps[::-1]))
 
 
-def turns(lowered: Lowered) -> dict[int, list[tuple[float, float]]]:
-    """When each communication got its links: at the beginning of each of its turns (s), and how much of it (s) the
-    turns before had done. One that does not share its links has a single turn."""
-    noted, begins = _Noted(lowered), dict[int, list[tuple[float, float]]]()
+def turns(lowered: Lowered) -> dict[int, list[tuple[float, float, float]]]:
+    """When each communication had its links: from when on (s), how much of it (s) was done before, and how much after.
+    Turns that nothing came between are one; a communication that does not share its links has a single one."""
+    noted, begins = _Noted(lowered), dict[int, list[tuple[int, int]]]()
     for service, task in enumerate(noted.task):
         if lowered.order.communicates[task] and not noted.moves[service]:
-            begins.setdefault(task, []).append((noted.served[service] * TICK, noted.done(task, service) * TICK))
-    return begins
+            begin, done = noted.served[service], noted.done(task, service)
+            rows = begins.setdefault(task, [])
+            if not rows or begin - done > rows[-1][0] - rows[-1][1]:
+                rows.append((begin, done))
+    return {
+        task: [
+            (begin * TICK, done * TICK, after * TICK)
+            for (begin, done), after in zip(rows, [*(done for _, done in rows[1:]), inf], strict=True)
+        ]
+        for task, rows in begins.items()
+    }
 
 
 def _joined(steps: Sequence[Step]) -> list[Step]:
@@ -138,7 +148,7 @@ class _Noted:
         """What a service (-1: a computation that is not served) of a task waited for until ``begin``, and the task and
         service that ended then (-1: none)."""
         communicates, moves = self.order.communicates[task], service >= 0 and self.moves[service]
-        if service >= 0 and self.resource[service] >= 0:
+        if service >= 0 and self.resource[service] >= 0 and self.keeper[service] != self._turn_before[service]:
             keeper = self.keeper[service]
             return "link" if communicates and not moves else "processor", self.task[keeper], keeper
         if service >= 0 and self._turn_before[service] >= 0:

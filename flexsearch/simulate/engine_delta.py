@@ -47,7 +47,7 @@ def _go_through(state: State, segments: Segments, first: Any, forbidden: Any, st
         state.window[0], kept.new_horizon[k] = k, state.now[0]
         if not is_kept:
             if (forbidden >> k) & ONE == ZERO and _goes_alike(state, k):
-                k = _take_over(state, k, forbidden)
+                k = _take_over(state, segments, k, forbidden)
                 is_kept = True
                 if kept.new_makespan[0] > limit:
                     return np.int64(LATE)
@@ -119,7 +119,7 @@ def _hosts_go_alike(state: State, k: Any) -> Any:
 
 
 @lean
-def _take_over(state: State, k: Any, forbidden: Any) -> Any:
+def _take_over(state: State, segments: Segments, k: Any, forbidden: Any) -> Any:
     """The state is that of snapshot ``k``: go on from the snapshot at the start of the next window that must be run.
     Returns its number."""
     kept, results, begin = state.kept, state.snapshots, k
@@ -136,7 +136,7 @@ def _take_over(state: State, k: Any, forbidden: Any) -> Any:
     state.now[0], state.shift[0] = kept.new_horizon[k], shift
     start_fold(state)
     if k < _WINDOWS:
-        load(state, np.uint64(kept.snapshot[k]), k)
+        load(state, segments, np.uint64(kept.snapshot[k]), k)
     else:
         forget_pending(state)
     if state.machine.hosted[0]:
@@ -182,7 +182,7 @@ def propose(state: State, segments: Segments, segment_of_block: U32, changed: U3
                 return -np.int64(state.trouble[0])
             while first < _WINDOWS and (forbidden >> first) & ONE == ZERO:
                 first += ONE
-            _go_back(state, first)
+            _go_back(state, segments, first)
             if state.path.ordered[0]:
                 state.path.run[0], state.path.doubt[0] = forbidden, most - kept.makespan[0]
                 if runs_long(state):
@@ -221,11 +221,12 @@ def _change(state: State, segments: Segments, segment_of_block: U32, changed: U3
 
 
 @lean
-def _go_back(state: State, first: Any) -> None:
+def _go_back(state: State, segments: Segments, first: Any) -> None:
     """To the snapshot at the start of a window; the number of windows: to the end."""
     kept = state.kept
     state.run[0] += np.uint32(1)
     state.pending_count[0] = state.queue.size[0] = state.logged[0] = ZERO
+    state.lines.held[0] = state.lines.waiting[0] = ZERO
     state.trouble[0] = 0
     state.latest[0] = state.shift[0] = 0
     state.computed[:] = 0
@@ -241,7 +242,7 @@ def _go_back(state: State, first: Any) -> None:
     kept.new_horizon[_WINDOWS] = kept.horizon[_WINDOWS]
     if first < _WINDOWS:
         state.now[0] = kept.horizon[first]
-        load(state, np.uint64(kept.snapshot[first]), first)
+        load(state, segments, np.uint64(kept.snapshot[first]), first)
 
 
 @lean

@@ -181,6 +181,7 @@ def _jump(state: State, periods: Any, ticks: Any) -> None:
         state.computed[d] += (state.computed[d] - fold.computed[d]) * np.int64(periods)
     for r in range(np.uint64(state.free.shape[0])):
         state.free[r] += ticks
+        state.computing[r] += ticks
         state.carried[r] += (state.carried[r] - fold.carried[r]) * np.int64(periods)
     for d in range(np.uint64(devices.clock.shape[0])):
         state.latest[0] = max(state.latest[0], devices.clock[d])

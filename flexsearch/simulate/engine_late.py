@@ -87,7 +87,8 @@ def _least_end(state: State, segments: Segments) -> Any:
         number = pending.identity[slot] & NUMBER
         row = np.uint64(segments.communication_first[np.uint64(state.segment[sender])]) + number
         if at < 0:
-            at = max(state.now[0], pending.ready[slot]) + segments.communication_ticks[row] - pending.turned[slot]
+            left = segments.communication_ticks[row] - max(0, pending.turned[slot])
+            at = max(state.now[0], pending.ready[slot]) + left
         after = path.after[np.uint64(pending.place[slot])]
         end = max(end, at + max(after, _after_followers(state, segments, row)))
     return end

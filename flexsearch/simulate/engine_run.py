@@ -10,6 +10,7 @@ import numpy as np
 from flexsearch.compiled import ONE, ZERO, inlined, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, NEVER, WAIT, Segments
+from flexsearch.simulate.engine_lines import call_next, hold, let_go, must_wait, row_of, stand_in_line
 from flexsearch.simulate.engine_queue import (
     COMMUNICATION,
     MICROBATCH,
@@ -221,9 +222,8 @@ def arrive(state: State, segments: Segments, identity: Any, tick: Any) -> None:
             return
         state.pending_count[0] = slot + ONE
         state.stamp[place], state.slot[place] = state.run[0], slot
-        row = np.uint64(segments.communication_first[np.uint64(state.segment[block_of(identity)])])
         pending.place[slot], pending.identity[slot] = place, identity
-        pending.missing[slot] = segments.missing[row + (identity & NUMBER)]
+        pending.missing[slot] = segments.missing[row_of(state, segments, identity)]
         pending.ready[slot], pending.end[slot], pending.turned[slot] = 0, -1, 0
     slot = np.uint64(state.slot[place])
     if slot == ENDED or pending.missing[slot] == 0:
@@ -263,17 +263,20 @@ def _note_keeping(state: State, number: Any, resource: Any) -> None:
 
 
 @lean
-def serve(state: State, segments: Segments) -> None:
-    """Serve the first row of the queue."""
+def serve(state: State, segments: Segments, horizon: Any) -> None:
+    """Serve the first row of the queue. Nothing but what is in the queue can happen before the ``horizon``."""
     ready, identity, item = state.queue.ready[0], state.queue.identity[0], np.uint64(state.queue.item[0])
     drop_first(state)
     if identity & COMMUNICATION == ZERO:
         _serve_computation(state, ready, identity, item)
         return
-    slot, block = np.uint64(state.slot[item]), block_of(identity)
-    state.kept.new_touched[block] |= ONE << state.window[0]
-    row = np.uint64(segments.communication_first[np.uint64(state.segment[block])]) + (identity & NUMBER)
+    slot, row = np.uint64(state.slot[item]), row_of(state, segments, identity)
+    state.kept.new_touched[block_of(identity)] |= ONE << state.window[0]
     turned = state.pending.turned[slot]
+    if turned == 0 and state.lines.held[0] > ZERO and must_wait(state, segments.connection[row]):
+        stand_in_line(state, segments, slot, row)
+        return
+    holds, turned = turned != 0, max(0, turned)
     if turned == 0:
         for k in range(np.uint64(segments.drag_first[row]), np.uint64(segments.drag_last[row])):
             r = np.uint64(segments.drag[k])
@@ -281,48 +284,72 @@ def serve(state: State, segments: Segments) -> None:
                 _note_keeping(state, _note(state, identity, ready, True), r)
             state.free[r] = min(max(state.free[r], ready), FOREVER) + segments.drag_ticks[k]
     if state.record.services.keeper.shape[0] > 0:
-        number = _note(state, identity, ready, False)
+        number = _note(state, identity, ready - np.int64(holds), False)  # what keeps a link until then is noted, too
         for k in range(np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])):
-            _note_keeping(state, number, np.uint64(segments.link[k]))
-    begin, again = _keep_links(state, segments, row, ready, turned)
+            if segments.link_ticks[k] > turned:
+                _note_keeping(state, number, np.uint64(segments.link[k]))
+        state.record.services.begin[number] = max(state.record.services.begin[number], ready)
+    if state.queue.size[0] > ZERO:
+        horizon = min(horizon, state.queue.ready[0])
+    begin, before, left, again = _keep_links(state, segments, row, ready, turned, horizon)
+    then = begin + before + left
     if state.record.enabled[0] and turned == 0:
         state.record.start[item] = begin
     if again:
-        state.pending.ready[slot] = begin + segments.turn[row]
-        state.pending.turned[slot] = turned + segments.turn[row]
-        push(state, state.pending.ready[slot], identity, item)
+        if not holds:
+            hold(state, identity, segments.connection[row])
+        state.pending.ready[slot], state.pending.turned[slot] = then, turned + before + left
+        push(state, then, identity, item)
         return
-    end = begin + max(0, segments.communication_ticks[row] - turned)
+    end = begin + max(before, segments.communication_ticks[row] - turned)
     state.pending.end[slot] = end
     state.latest[0] = max(state.latest[0], end)
     state.kept.log[state.logged[0]] = item
     state.logged[0] += ONE
     if state.record.enabled[0]:
         state.record.end[item] = end
+    if holds:
+        let_go(state, identity)
+        if state.lines.waiting[0] > ZERO:
+            call_next(state, segments, segments.connection[row], then)
     _hand_on(state, segments, row, identity, end)
 
 
+@lean
+def _slowed_by(ticks: Any, slowing: Any) -> Any:
+    """1024ths of so many ticks; no product exceeds an int64."""
+    return (ticks >> 10) * slowing + (((ticks & 1023) * slowing) >> 10)
+
+
 @inlined
-def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: Any) -> Any:
-    """Keep the links of a communication from the moment when all are free, for a turn or for what is left of each.
-    Returns that tick, and whether another turn is to come."""
+def _keep_links(state: State, segments: Segments, row: Any, ready: Any, turned: Any, horizon: Any) -> Any:
+    """Keep the links of a communication from the moment when all are free, for a turn, and for all further turns that
+    begin before the ``horizon``, before which nothing else wants them. Returns that moment, the ticks of these turns
+    but the last, and of the last, and whether another is to come."""
     first, last = np.uint64(segments.link_first[row]), np.uint64(segments.link_last[row])
     ticks, turn = segments.communication_ticks[row], segments.turn[row]
-    begin, longest = ready, np.int64(0)
+    begin, longest, computing = ready, np.int64(0), np.int64(0)
     for k in range(first, last):
-        begin = max(begin, state.free[np.uint64(segments.link[k])])
-        longest = max(longest, segments.link_ticks[k])
-    begin = min(begin, FOREVER)  # too late for the plan to be of interest, and no sum exceeds an int64
-    again = longest - turned > turn
+        if segments.link_ticks[k] > turned:
+            begin = max(begin, state.free[np.uint64(segments.link[k])])
+            longest = max(longest, segments.link_ticks[k] - turned)
+            computing = max(computing, state.computing[np.uint64(segments.link[k])])
+    begin, before = min(begin, FOREVER), np.int64(0)  # too late for the plan to be of interest; sums fit an int64
+    if longest > turn and computing <= begin < horizon and not state.record.enabled[0]:
+        before = min((horizon - 1 - begin) // turn, (longest - 1) // turn) * turn
+    again = longest - before > turn
     for k in range(first, last):
         r, left = np.uint64(segments.link[k]), segments.link_ticks[k] - turned
-        work = max(0, min(segments.link_ticks[k], ticks) - turned)
+        if left <= 0:
+            continue
+        work = max(0, min(left, ticks - turned))
         if again:
-            left = min(turn, left)
-            work -= max(0, work - turn)
-        state.free[r] = begin + max(0, left)
+            left = min(before + turn, left)
+            work = min(left, work)
+        both = min(left, max(0, state.computing[r] - begin))
+        state.free[r] = begin + left + _slowed_by(both, state.machine.slowing[0])
         state.carried[r] += work
-    return begin, again
+    return begin, before, min(turn, longest - before), again
 
 
 @inlined
@@ -351,12 +378,6 @@ def _wake(state: State, d: Any, clock: Any) -> None:
 
 
 @lean
-def _slowed_by(ticks: Any, slowing: Any) -> Any:
-    """1024ths of so many ticks; no product exceeds an int64."""
-    return (ticks >> 10) * slowing + (((ticks & 1023) * slowing) >> 10)
-
-
-@lean
 def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
     """A computation of a contended processor: whole, or a turn of it. Links of its devices that are busy meanwhile
     are free later: what moves bytes waits for the processor in between."""
@@ -376,6 +397,7 @@ def _serve_computation(state: State, ready: Any, identity: Any, d: Any) -> None:
         link = np.uint64(state.machine.slowed[k])
         both = min(ticks, max(0, state.free[link] - begin))
         state.free[link] = min(state.free[link] + _slowed_by(both, state.machine.slowing[0]), FOREVER)
+        state.computing[link] = max(state.computing[link], end)
     devices.left[d] -= ticks
     if devices.left[d] > 0:
         devices.clock[d] = end

@@ -52,7 +52,8 @@ class Devices(NamedTuple):
 @packed
 class Pending(NamedTuple):
     """Communications that are pending: place, identity, senders and communications that are missing, tick at which it
-    is ready so far, tick at which it ends (-1: not served yet), ticks for which its links were kept busy in turns."""
+    is ready so far, tick at which it ends (-1: not served yet), ticks for which its links were kept busy in turns
+    (below 0: it waits for its connection, or has just done so, see ``engine_lines``)."""
 
     place: U32
     identity: U64
@@ -60,6 +61,17 @@ class Pending(NamedTuple):
     ready: I64
     end: I64
     turned: I64
+
+
+@packed
+class Lines(NamedTuple):
+    """Communications that hold their connections: identity and connection of the first ``held`` ((1,)). ``waiting``:
+    (1,) how many wait for a connection."""
+
+    identity: U64
+    connection: U64
+    held: U64
+    waiting: U64
 
 
 @packed
@@ -91,6 +103,7 @@ class Snapshots(NamedTuple):
     left: I64
     host: I64
     free: I64
+    computing: I64
     total: U64
     place: U32
     identity: U64
@@ -241,19 +254,20 @@ class Record(NamedTuple):
 @packed
 class State(NamedTuple):
     """All of an engine. ``segment``: by block, of the plan that is run; ``busy``: by block, 64 devices a word, bit by
-    bit, those that have steps in it. ``runs``: by group of devices and block, how often a
-    device runs it. ``first``, ``capacity``: by block, its first
-    place and how many it has; ``places``: (1,) places of one microbatch. By place: ``stamp`` (the run that wrote
-    ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the run. ``free``: by resource,
-    tick from which on it is. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``,
-    ``now`` (tick up to which all has happened), ``latest`` (the latest end in the window), ``shift`` (ticks by which
-    the reference device is later than in the plan at hand), ``reference`` (that device), ``trouble``:
-    (1,). ``woken``: the first ``woken_count`` are devices that can go on."""
+    bit, those that have steps in it. ``runs``: by group of devices and block, how often a device runs it. ``first``,
+    ``capacity``: by block, its first place and how many it has; ``places``: (1,) places of one microbatch. By place:
+    ``stamp`` (the run that wrote ``slot``), ``slot`` (number among the pending, or ENDED). ``run``: (1,) number of the
+    run. ``free``: by resource, tick from which on it is; ``computing``: of a link, tick until which a device that slows
+    it computes. ``computed``, ``carried``: ticks of work done. ``pending_count``, ``logged``, ``window``, ``now`` (tick
+    up to which all has happened), ``latest`` (the latest end in the window), ``shift`` (ticks by which the reference
+    device is later than in the plan at hand), ``reference`` (that device), ``trouble``: (1,). ``woken``: the first
+    ``woken_count`` are devices that can go on."""
 
     schedule: Schedule
     machine: Machine
     devices: Devices
     pending: Pending
+    lines: Lines
     queue: Queue
     snapshots: Snapshots
     kept: Kept
@@ -270,6 +284,7 @@ class State(NamedTuple):
     slot: U32
     run: U32
     free: I64
+    computing: I64
     computed: I64
     carried: I64
     pending_count: U64
@@ -313,6 +328,7 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
             _ticks(devices), _ticks(devices), _ticks(devices),
         ),
         pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
+        lines=Lines(_counts(room), _counts(room), _counts(1), _counts(1)),
         queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
         snapshots=_snapshots(devices, resources, room),
         kept=_kept(schedule, devices, blocks, resources, table),
@@ -333,7 +349,8 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
         first=(np.cumsum(capacity) - capacity).astype(np.uint64),
         capacity=capacity,
         places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
-        free=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources), pending_count=_counts(1),
+        free=_ticks(resources), computing=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources),
+        pending_count=_counts(1),
         logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
         woken=_numbers(devices), woken_count=_counts(1), reference=_counts(1), trouble=_flags(1),
     )  # fmt: skip
@@ -351,6 +368,7 @@ def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
         action=_numbers(*by_window, devices), block=_numbers(*by_window, devices), step=_numbers(*by_window, devices),
         status=_flags(*by_window, devices), awaited=_counts(*by_window, devices), clock=_ticks(*by_window, devices),
         left=_ticks(*by_window, devices), host=_ticks(*by_window, devices), free=_ticks(*by_window, resources),
+        computing=_ticks(*by_window, resources),
         total=_counts(*by_window),
         place=_numbers(*by_window, room), identity=_counts(*by_window, room), missing=_numbers(*by_window, room),
         ready=_ticks(*by_window, room), end=_ticks(*by_window, room), turned=_ticks(*by_window, room),

@@ -29,9 +29,11 @@ def _begin(state: State) -> None:
     state.run[0] += np.uint32(1)
     state.pending_count[0] = state.queue.size[0] = state.logged[0] = state.window[0] = ZERO
     state.kept.visits[0], state.kept.taken[0] = ZERO, ZERO
+    state.lines.held[0], state.lines.waiting[0] = ZERO, ZERO
     state.now[0] = state.latest[0] = state.shift[0] = 0
     state.trouble[0], state.fold.jumped[0], state.kept.host_shifted[0] = 0, 0, ZERO
     state.free[:] = 0
+    state.computing[:] = 0
     state.computed[:] = 0
     state.carried[:] = 0
     state.kept.new_touched[:] = 0

@@ -31,7 +31,7 @@ def run_to(state: State, segments: Segments, horizon: Any) -> None:
             advance(state, segments, np.uint64(state.woken[state.woken_count[0]]), horizon)
         if state.queue.size[0] == ZERO or state.queue.ready[0] >= horizon:
             break
-        serve(state, segments)
+        serve(state, segments, horizon)
     if state.trouble[0] == 0:
         _sweep(state, horizon)
     state.now[0] = horizon

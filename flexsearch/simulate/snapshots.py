@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from flexsearch.compiled import I64, ZERO, lean
-from flexsearch.lower.rows import Schedule
+from flexsearch.lower.rows import Schedule, Segments
+from flexsearch.simulate.engine_lines import stand_again
 from flexsearch.simulate.engine_queue import COMMUNICATION, MICROBATCH, block_of, place_of, push
 from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, RUNNING, State
 
@@ -37,6 +38,7 @@ def save(state: State, v: Any, k: Any) -> None:
         kept.host[v, k, d] = devices.host[d] - now
     for r in range(np.uint64(state.free.shape[0])):
         kept.free[v, k, r] = max(state.free[r] - now, 0)
+        kept.computing[v, k, r] = max(state.computing[r] - now, 0)
     count = state.pending_count[0]
     kept.total[v, k] = count
     for slot in range(count):
@@ -57,6 +59,8 @@ def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
             return False
     for r in range(np.uint64(state.free.shape[0])):
         if kept.free[v, k, r] != max(state.free[r] - now, 0):
+            return False
+        if kept.computing[v, k, r] != max(state.computing[r] - now, 0):
             return False
     pending = state.pending
     for j in range(kept.total[v, k]):
@@ -106,7 +110,7 @@ def _same_device(state: State, v: Any, k: Any, d: Any, lag: Any) -> Any:
 
 
 @lean
-def load(state: State, v: Any, k: Any) -> None:
+def load(state: State, segments: Segments, v: Any, k: Any) -> None:
     """Go on from a snapshot at ``now``."""
     kept, devices, pending, now = state.snapshots, state.devices, state.pending, state.now[0]
     forget_pending(state)
@@ -118,7 +122,7 @@ def load(state: State, v: Any, k: Any) -> None:
         if devices.status[d] == COMPUTING:
             push(state, devices.clock[d], devices.awaited[d], d)
     for r in range(np.uint64(state.free.shape[0])):
-        state.free[r] = kept.free[v, k, r] + now
+        state.free[r], state.computing[r] = kept.free[v, k, r] + now, kept.computing[v, k, r] + now
     state.pending_count[0] = kept.total[v, k]
     for slot in range(kept.total[v, k]):
         place, identity = np.uint64(kept.place[v, k, slot]), kept.identity[v, k, slot]
@@ -129,15 +133,15 @@ def load(state: State, v: Any, k: Any) -> None:
         if pending.end[slot] >= 0:
             pending.end[slot] += now
         elif pending.missing[slot] == 0:
-            push(state, pending.ready[slot], identity, place)
+            stand_again(state, segments, slot)
 
 
 @lean
 def forget_pending(state: State) -> None:
-    """What is pending counts as ended, and nothing is in the queue."""
+    """What is pending counts as ended, and nothing is in the queue or in a line."""
     for slot in range(state.pending_count[0]):
         state.slot[np.uint64(state.pending.place[slot])] = ENDED
-    state.pending_count[0] = state.queue.size[0] = ZERO
+    state.pending_count[0] = state.queue.size[0] = state.lines.held[0] = state.lines.waiting[0] = ZERO
 
 
 @lean
@@ -154,6 +158,8 @@ def shift_pending(state: State, lag: Any, ticks: Any) -> None:
         pending.ready[slot] += ticks
         if pending.end[slot] >= 0:
             pending.end[slot] += ticks
+    for j in range(state.lines.held[0]):
+        state.lines.identity[j] = later(state.schedule, state.lines.identity[j], lag)
     for j in range(queue.size[0]):
         queue.identity[j] = later(state.schedule, queue.identity[j], lag)
         queue.ready[j] += ticks

@@ -24,11 +24,12 @@ Factors = npt.NDArray[np.float64]
 
 
 class Stand(NamedTuple):
-    """From which tick on devices, their hosts and resources are free."""
+    """From which tick on devices, their hosts and resources are free, and nothing that slows links computes."""
 
     clock: I64
     host: I64
     free: I64
+    computing: I64
 
 
 class Run:
@@ -53,7 +54,9 @@ class Run:
     @property
     def stand(self) -> Stand:
         """Where things stand."""
-        return Stand(self.state.devices.clock.copy(), self.state.devices.host.copy(), self.state.free.copy())
+        state = self.state
+        devices = state.devices
+        return Stand(*(column.copy() for column in (devices.clock, devices.host, state.free, state.computing)))
 
     @property
     def next_tick(self) -> int:
@@ -78,12 +81,13 @@ class Run:
         """Put all devices before their first row."""
         state, devices = self.state, self.state.devices
         state.run[0] += np.uint32(1)
-        for zero in (state.pending_count, state.queue.size, state.now, state.latest, state.trouble, state.computed):
+        standing = devices.clock, devices.host, state.free, state.computing
+        none = state.pending_count, state.queue.size, state.lines.held, state.lines.waiting
+        for zero in (*standing, *none, state.now, state.latest, state.trouble, state.computed):
             zero[:] = 0
-        for column, values in ((devices.clock, 0), (devices.host, 0), (state.free, 0)):
-            column[:] = values
         if stand is not None:
-            devices.clock[:], devices.host[:], state.free[:] = stand
+            for column, values in zip(standing, stand, strict=True):
+                column[:] = values
         devices.action[:], devices.block[:], devices.step[:] = self._action, self._block, 0
         devices.status[:] = np.where(self._idle, DONE, RUNNING)
 

@@ -184,7 +184,8 @@ class SynchronousTime:
         stand = run.stand
         first = int(stand.clock[:size].min())
         self._passed += first
-        self._stand = Stand(np.maximum(stand.clock - first, 0), stand.host - first, np.maximum(stand.free - first, 0))
+        clock, free, computing = (np.maximum(x - first, 0) for x in (stand.clock, stand.free, stand.computing))
+        self._stand = Stand(clock, stand.host - first, free, computing)
 
     @property
     def seconds(self) -> float:

@@ -43,10 +43,13 @@ MESSAGE_S: Final = {"gloo": None, "nccl": 2.75e-6}
 """What a device's next message adds to an exchange of several. gloo: as much as the first one (``overhead_s``): 32
 small messages at once between two hosts take 4 ms (``benchmarks/link_sharing.py``). nccl: what each step of the
 measured all-reduces below adds to their start."""
-TURN_BYTES: Final = {"gloo": 3_000_000, "nccl": 2**22}
-"""See ``Communication.turn_bytes``. gloo, measured: what comes behind an all-reduce of 25 MB waits until 1 to 4 MB have
-gone (``benchmarks/link_sharing.py``). nccl: communicators share a network card by their buffers, of 4 MiB each
-(``NCCL_BUFFSIZE``), so that activations do not wait for the whole all-reduce of a layer's gradients."""
+TURN_BYTES: Final = {"gloo": 500_000, "nccl": 2**22}
+"""See ``Communication.turn_bytes``. gloo, measured: connections share a link evenly, so turns are as short as a
+simulation allows; 500 kB predict what ``benchmarks/link_sharing.py`` measures. nccl: communicators share a network card
+by their buffers, of 4 MiB each (``NCCL_BUFFSIZE``), so that activations do not wait for the whole all-reduce of a
+layer's gradients."""
+FORMER_TURN_BYTES: Final = 3_000_000
+"""What files of earlier versions say for gloo where nobody chose anything else: it means today's."""
 
 
 def _name(value: str) -> str:
@@ -186,7 +189,7 @@ class Communication(FileModel):
     tensor_by_form: dict[str, LatencySeconds] = Field(default_factory=dict)  # ranks take for each tensor beyond one
     message_s: LatencySeconds = 0.0  # each further message that a device sends or receives in one exchange
     groups: Annotated[tuple[Group, ...], Strict(False)] = ()  # nccl: collectives within one host, ascending by members
-    turn_bytes: quantities.Capacity | None = None  # of an all-reduce on a link, before others go first; None: all
+    turn_bytes: quantities.Capacity | None = None  # that cross a link before other connections have it; None: all
 
     @model_validator(mode="before")
     @classmethod
@@ -201,6 +204,8 @@ class Communication(FileModel):
             if backend == "nccl" and not factors.keys() & set(COLLECTIVES):
                 defaults["groups"] = GROUPS
             factors = {**FACTORS[backend], **factors}
+        if backend == "gloo" and data.get("turn_bytes") == FORMER_TURN_BYTES:
+            data = {key: value for key, value in data.items() if key != "turn_bytes"}
         return {**defaults, **data, "factors": factors}
 
     @field_validator("factors", "cpu_by_form", "tensor_by_form")
