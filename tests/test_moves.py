@@ -134,6 +134,21 @@ def test_members_of_a_class_get_configs_in_turn() -> None:
     assert patterns == {"AAAA", "ABAB", "ABBA", "ABAA", "AABA", "ABCA"}
 
 
+def test_layers_of_one_shape_exchange_their_configs() -> None:
+    graph, topology = recurrent(), two_servers_of_four()
+    space, plan = Space(graph, topology), list(everywhere(graph, "", range(8)))
+    layers = [members for members in space.classes if len({space._layers[i] for i in members}) == 1]
+    assert len(layers) == 2
+    for members, device in zip(layers, (0, 5), strict=True):
+        for i in members:
+            plan[i] = make_config(graph.operators[i], {}, (device,))
+    exchanged = 0
+    for _, (_, changes) in zip(range(400), Drawing(graph, topology, plan, coarse=True).of("repeated"), strict=False):
+        places = [{changes.get(i, plan[i]).devices for i in members} for members in layers]
+        exchanged += places == [{(5,)}, {(0,)}]
+    assert exchanged > 5
+
+
 @pytest.mark.parametrize(("devices", "alternate"), [(4, True), (STEPS_TOGETHER_FROM, False)])
 def test_steps_of_a_layer_alternate_in_chains_on_few_devices(devices: int, alternate: bool) -> None:
     space = Space(recurrent(), ethernet(devices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, nextafter
 
 import numpy as np
@@ -16,7 +17,8 @@ from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber, Watch
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
-from flexsearch.search.constants import ENOUGH, SIMPLER
+from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLER, WORTH
+from flexsearch.search.polish import Look, Polish, Subject, Taken
 from flexsearch.search.space import Space
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.strategy import Options
@@ -72,6 +74,30 @@ def test_a_local_optimum_has_no_better_alternative() -> None:
                 assert fresh(plan).cost > nextafter(done.evaluation.cost, 0.0)
 
 
+def test_small_gains_do_not_take_the_place_of_a_local_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
+    start, other = (climber.space.random_plan(np.random.Generator(np.random.PCG64(k))) for k in (3, 4))
+    passes: list[tuple[float, Evaluation]] = []
+
+    def descend(
+        self: Polish, configs: object, now: Evaluation, proposals: int, subjects: object, look: Look, gain: float
+    ) -> bool:
+        passes.append((gain, now))
+        share = 0.9 if gain else gains.pop()
+        look(len(passes), Taken(other if gain else start, Evaluation(share * now.time_s, 0.0), 1))
+        return gain > 0.0
+
+    monkeypatch.setattr(Polish, "descend", descend)
+    for small, optimal in ((1.0 - REBUCKET / 2, True), (1.0 - REBUCKET * 2, False)):
+        passes.clear()
+        gains = [small]
+        done = climber.climb(Climb(0, 0, "", start, 10**6, Evaluation(1.0, 0.0), patience=0), lambda _: None)
+        (first, before), (second, after) = passes
+        assert first == WORTH and second == 0.0 and after.time_s == 0.9 * before.time_s
+        assert done.optimal is optimal and done.evaluation.time_s == after.time_s * (1.0 if optimal else small)
+
+
 def test_polishing_ends_where_proposals_end() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(4)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
@@ -88,10 +114,10 @@ def test_a_search_whose_chain_does_not_end_polishes_its_best_plan(monkeypatch: p
         self.patience = 10**9
 
     def watched(
-        self: Climber, climb: Climb, done: Climbed, watch: Watch, proposals: int, classes_only: bool
+        self: Climber, climb: Climb, done: Climbed, watch: Watch, proposals: int, subjects: Sequence[Subject]
     ) -> None:
-        polish(self, climb, done, watch, proposals, classes_only)
-        if classes_only:
+        polish(self, climb, done, watch, proposals, subjects)
+        if subjects is not self.polish.all:
             return
         polished.append(climb.phase)
         raise KeyboardInterrupt  # what chains find afterwards need not be a local optimum

@@ -6,7 +6,7 @@ A climb depends only on its inputs, so it gives the same result in any process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from flexsearch.search.constants import (
     GAIN,
     LOOK_S,
     PATIENCE,
+    REBUCKET,
     ROWS,
     UNFOLD_S,
     UNFOLDING,
+    WORTH,
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator, better, by_rank
-from flexsearch.search.polish import Polish, Taken
+from flexsearch.search.polish import Polish, Subject, Taken
 from flexsearch.search.space import Rule, Space
 from flexsearch.strategy import Options
 from flexsearch.topology import Topology
@@ -68,8 +70,8 @@ class Step:
 @dataclass(slots=True)
 class Climbed:
     """What came of it, so far. ``configs``, ``evaluation``: the best plan. ``steps``: times better than the search's
-    best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) makes the plan
-    better. ``polishing``: whether these are being tried. ``curve``: (proposals, cost of the chain's plan in s) now and
+    best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) gains what is worth
+    it. ``polishing``: whether these are being tried. ``curve``: (proposals, cost of the chain's plan in s) now and
     then."""
 
     index: int
@@ -149,7 +151,7 @@ class Climber:
         if climb.optimal and done.configs == start:
             done.optimal = True
         elif not climb.coarse:
-            self._polish(climb, done, watch, climb.proposals - done.proposals, classes_only=False)
+            self._polish(climb, done, watch, climb.proposals - done.proposals, self.polish.all)
         watch(done)
         return done
 
@@ -163,7 +165,7 @@ class Climber:
                 break
         if not climb.samples:
             most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
-            self._polish(climb, done, watch, most, classes_only=True)
+            self._polish(climb, done, watch, most, self.polish.together)
 
     @staticmethod
     def _coarse_patience(climb: Climb) -> int:
@@ -202,23 +204,42 @@ class Climber:
         if better(now, done.evaluation):  # where nothing fits into memory, a chain may end worse than it began
             done.configs, done.evaluation = configs, now
 
-    def _polish(self, climb: Climb, done: Climbed, watch: Watch, proposals: int, classes_only: bool) -> None:
-        """Greedy descent, until nothing helps or so many proposals were made."""
-        before = done.proposals
+    def _polish(
+        self, climb: Climb, done: Climbed, watch: Watch, proposals: int, subjects: Sequence[Subject]
+    ) -> None:  # fmt: skip
+        """Greedy descent, until nothing helps or so many proposals were made. Over all subjects that there are, first
+        for gains that are worth it: when there are none, the plan is a local optimum. What smaller gains make of it
+        takes its place when there are none of them left either, or when they add up."""
+        single = subjects is self.polish.all
+        before, taken = done.proposals, Taken(done.configs, done.evaluation, 0)
 
-        def look(tried: int, taken: Taken | None) -> None:
+        def publish() -> None:
+            if taken.configs == done.configs:
+                return
+            done.configs, done.evaluation, done.optimal = taken.configs, taken.evaluation, False
+            if taken.evaluation.feasible and better(taken.evaluation, climb.best):
+                done.steps.append(Step(done.proposals, taken.evaluation.time_s, f"polish {taken.operators}"))
+            done.curve.append((done.proposals, taken.evaluation.cost))
+
+        def look(tried: int, better_one: Taken | None) -> None:
+            nonlocal taken
             done.proposals = before + tried
-            if taken is not None:
-                done.accepted += 1
-                done.configs, done.evaluation = taken.configs, taken.evaluation
-                if taken.evaluation.feasible and better(taken.evaluation, climb.best):
-                    done.steps.append(Step(done.proposals, taken.evaluation.time_s, f"polish {taken.operators}"))
-                done.curve.append((done.proposals, taken.evaluation.cost))
+            if better_one is not None:
+                done.accepted, taken = done.accepted + 1, better_one
+                if not done.optimal or taken.evaluation.cost < (1.0 - REBUCKET) * done.evaluation.cost:
+                    publish()
             watch(done)
 
-        done.polishing = not classes_only
-        ended = self.polish.descend(done.configs, done.evaluation, proposals, classes_only, look)
-        done.optimal, done.polishing = ended and not classes_only, False
+        done.polishing = single
+        for gain in (WORTH, 0.0) if single else (0.0,):
+            before = done.proposals
+            ended = self.polish.descend(taken.configs, taken.evaluation, proposals, subjects, look, gain)
+            proposals -= done.proposals - before
+            if not ended:
+                break
+            publish()
+            done.optimal = single
+        done.polishing = False
 
 
 class FoldedClimb:

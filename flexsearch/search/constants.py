@@ -18,6 +18,8 @@ MOVES: Final = {
 networks, when ``span`` came; ``split`` was taken to be as rare as the other moves of devices."""
 TWICE: Final = 0.15
 """How often two classes change at once, one making room for the other. Measured: search_quality, networks (NMT)."""
+EXCHANGED: Final = 0.1
+"""How often two classes of one shape exchange their configs, where there are two. Not measured alone."""
 ALTERNATE: Final = 0.25
 """How often only every second or third member of a class changes. Measured: search_quality, alternating."""
 BOTH: Final = 0.6

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexsearch.lower.keys import MISSING
 from flexsearch.lower.program import Rows
-from flexsearch.search.constants import ALTERNATE, BOTH, MOVES, TWICE
+from flexsearch.search.constants import ALTERNATE, BOTH, EXCHANGED, MOVES, TWICE
 from flexsearch.search.moves import Moves, Rates
 from flexsearch.search.space import Space
 from flexsearch.strategy.propagate import Link
@@ -25,10 +25,11 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
     members = Rows([i for _, i, _ in group] for group in groups)
     targets = Rows([link.target for link in of] for of in space.propagation.links)
     classes = Rows((*space.classes, *space.loose_classes))
+    partners = _partners(space, space.classes)
     main = _main_links(space)
     return Moves(
         often=np.cumsum(list(MOVES.values())) / sum(MOVES.values()),
-        rates=Rates(np.array([TWICE]), np.array([ALTERNATE]), np.array([BOTH])),
+        rates=Rates(np.array([TWICE]), np.array([EXCHANGED]), np.array([ALTERNATE]), np.array([BOTH])),
         leader=_numbers(space.leaders), alike=_numbers(alike), likely=np.array(space.likely),
         group_first=members.first, group_last=members.last, member=members.all,
         member_source=_numbers([source for group in groups for source, _, _ in group]),
@@ -40,6 +41,7 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
         class_first=classes.first, class_last=classes.last, class_member=classes.all,
         led_classes=_count(len(space.classes)), alternates=_alternates(space, space.classes),
         apart=_apart(space.classes),
+        partner_first=partners.first, partner_last=partners.last, partner=partners.all,
         leader_at=_numbers([place.get(i, int(MISSING)) for i in range(len(space.graph.operators))]),
         weighted=_numbers(space.weighted),
         sharding=_numbers([of.rank for of in space.shardings]), devices=_count(space.count),
@@ -51,11 +53,12 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
 
 def coarse_moves(moves: Moves, space: Space) -> Moves:
     """For coarse chains: only whole classes change."""
-    classes = Rows((*space.parts, *space.loose_classes))
+    classes, partners = Rows((*space.parts, *space.loose_classes)), _partners(space, space.parts)
     return moves._replace(
         often=np.cumsum([float(name == "repeated") for name in MOVES]), class_first=classes.first,
         class_last=classes.last, class_member=classes.all, led_classes=_count(len(space.parts)),
         alternates=_alternates(space, space.parts), apart=_apart(space.parts),
+        partner_first=partners.first, partner_last=partners.last, partner=partners.all,
     )  # fmt: skip
 
 
@@ -97,6 +100,12 @@ def _apart(classes: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
     """Of each two classes, whether they have no operators in common."""
     members = [set(of) for of in classes]
     return np.array([[not a & b for b in members] for a in members], np.uint8).reshape(len(classes), len(classes))
+
+
+def _partners(space: Space, classes: Sequence[Sequence[int]]) -> Rows:
+    """By class, those that it may exchange configs with."""
+    kind, apart = [(len(members), space.model[members[0]]) for members in classes], _apart(classes)
+    return Rows([b for b, of in enumerate(kind) if of == own and apart[a, b]] for a, own in enumerate(kind))
 
 
 def _numbers(values: Sequence[int]) -> npt.NDArray[np.uint32]:

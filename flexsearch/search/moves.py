@@ -30,6 +30,7 @@ class Rates(NamedTuple):
     """How often, (1,) each; see ``constants``."""
 
     twice: F64
+    exchange: F64
     alternate: F64
     both: F64
 
@@ -62,6 +63,9 @@ class Moves(NamedTuple):
     led_classes: U64  # (1,): classes of leaders; they come first
     alternates: U8  # by class: whether its members may have configs in turn
     apart: U8  # (led class, led class): whether they have no operators in common
+    partner_first: U32  # by led class: classes of the same shape and number of members that have none in common with it
+    partner_last: U32
+    partner: U32
     weighted: U32
     sharding: U32  # ways to keep weights (ranks of ``Sharding``)
     devices: U64  # (1,)
@@ -191,10 +195,16 @@ def _shard(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F6
 
 @lean
 def _repeat(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
-    """Change a class; or two that have no operators in common (one makes room for the other); or every second or third
-    member of a class, and perhaps the next ones to something else."""
+    """Change a class; or two that have no operators in common (one makes room for the other, or they exchange their
+    configs); or every second or third member of a class, and perhaps the next ones to something else."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
     first = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
+    if first < led and moves.partner_first[first] < moves.partner_last[first] and u[19] < moves.rates.exchange[0]:
+        count = np.uint64(moves.partner_last[first] - moves.partner_first[first])
+        second = np.uint64(moves.partner[np.uint64(moves.partner_first[first]) + _pick(u[20], count)])
+        _take_over(moves, now, tables, change, first, second)
+        _take_over(moves, now, tables, change, second, first)
+        return
     if moves.alternates[first] == 1 and u[16] < moves.rates.alternate[0]:
         stride = THREE if u[17] >= 0.8 and moves.class_last[first] - moves.class_first[first] > 2 else TWO
         offset = _pick(u[18], stride)
@@ -235,6 +245,15 @@ def _change_members(
         else:
             config = like(tables, change, moves.alike[i], same)
         lead(moves, tables, change, i, config)
+
+
+@lean
+def _take_over(moves: Moves, now: U32, tables: TemplateTables, change: Change, to: Any, of: Any) -> None:
+    """Members of a class get the configs of those of another class, in order."""
+    first, source = np.uint64(moves.class_first[to]), np.uint64(moves.class_first[of])
+    for k in range(np.uint64(moves.class_last[to]) - first):
+        i = np.uint64(moves.class_member[first + k])
+        lead(moves, tables, change, i, now[np.uint64(moves.class_member[source + k])])
 
 
 @lean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import nextafter
@@ -32,20 +32,22 @@ Look = Callable[[int, Taken | None], None]
 
 
 class Polish:
-    """Descents over one space. What they try, in turn: each class (and every second and third member of it), then each
-    operator, the important ones first, alone and with those that follow it."""
+    """Descents over one space. What they may try, in turn: ``classes`` of operators worth a config of their own;
+    ``together`` with other classes, and every second and third member of them; ``all``, with each operator, the
+    important ones first, alone and with those that follow it."""
 
     def __init__(self, evaluate: Evaluator, space: Space, chain: Chain) -> None:
         self.evaluate, self.space, self.chain = evaluate, space, chain
-        self.classes: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
+        self.classes: tuple[Subject, ...] = space.classes
+        self.together: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
+        self.all: tuple[Subject, ...] = (*self.together, *((i,) for i in space.by_importance))
 
     def descend(
-        self, configs: Configs, now: Evaluation, proposals: int, classes_only: bool, look: Look, gain: float = 0.0
+        self, configs: Configs, now: Evaluation, proposals: int, subjects: Sequence[Subject], look: Look,
+        gain: float = 0.0,
     ) -> bool:  # fmt: skip
         """Go from a plan, which ``now`` evaluates, to better ones for at most so many proposals. Whether it came to an
         end: no subject has an alternative that is better, by more than the share ``gain`` of the cost."""
-        single: tuple[Subject, ...] = () if classes_only else tuple((i,) for i in self.space.by_importance)
-        subjects = (*self.classes, *single)
         descent = _Descent(self.evaluate, self.chain, configs, now, proposals, look, gain)
         quiet, k = 0, 0
         while quiet < len(subjects):

@@ -52,5 +52,7 @@ def _polished(climber: Climber, best: Plan, late: Callable[[], bool]) -> Plan:
             raise _Late
 
     with suppress(_Late):
-        ended = climber.polish.descend(configs, best.evaluation, sys.maxsize, False, look, SIMPLER)
+        ended = climber.polish.descend(
+            configs, best.evaluation, sys.maxsize, climber.polish.all, look, SIMPLER
+        )
     return Plan(configs, climber.evaluate(configs), ended)
