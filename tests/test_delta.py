@@ -19,7 +19,7 @@ from flexsearch.lower import Lowering
 from flexsearch.search.space import Space
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.engine import Engine, Times
-from flexsearch.strategy import OperatorConfig, Options, make_config
+from flexsearch.strategy import OperatorConfig, Options, States, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.changes import edited
@@ -27,6 +27,7 @@ from flexsearch.topology.parts import FORMS
 from tests.proposals import propose
 from tests.random_strategies import TYPES, strategies
 from tests.test_baselines import Builder, cnn, mlp, transformer
+from tests.test_spaces import deep as wide_layers
 
 Configs = tuple[OperatorConfig, ...]
 STEPS = 12
@@ -257,6 +258,29 @@ def test_a_path_that_is_too_long_rejects_before_anything_is_run() -> None:
         assert simulator.attempt([middle], [number], simulator.seconds) == float("inf")
         assert (path.windows[0] == windows) == (windows > 0)
         simulator.reject()
+
+
+def test_what_waits_for_another_connection_than_in_the_plan_at_hand_is_called_by_that_one() -> None:
+    """Of the gathers of sharded weights one waits for the other. In a proposal both do so on other connections."""
+    graph, topology = wide_layers(), Topology.load("ethernet-1g:4")
+    plain, turned = (0, 1, 2, 3), (0, 1, 3, 2)
+    columns, rows = {"b0": 2, "o": 2}, {"b0": 2, "i": 2}
+    layers = [
+        ({"o": 2}, (2, 1)), (rows, plain), (columns, turned), ({"o": 4}, plain), (columns, plain), (rows, plain),
+        (columns, plain), (rows, plain),
+    ]  # fmt: skip
+    followers = [
+        ({"b": 2}, (2, 1)), ({"a": 2}, turned), ({"a": 2, "b": 2}, turned), ({"b": 4}, plain),
+        ({"a": 2, "b": 2}, plain), ({"a": 2}, plain), ({"a": 2, "b": 2}, plain), *[({"a": 2}, plain)] * 4,
+    ]  # fmt: skip
+    pairs = [row for both in zip(layers, followers, strict=False) for row in both] + followers[8:]
+    configs = [make_config(op, *row) for op, row in zip(graph.operators, pairs, strict=True)]
+    sharded = [i for i, (degrees, _) in enumerate(pairs) if degrees is columns]
+    configs = [c.sharded(States.WEIGHTS) if i in sharded else c for i, c in enumerate(configs)]
+    simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), tuple(configs))
+    changes = {i: configs[i].on(turned) for i in (12, 13)}
+    new = tuple(changes.get(i, config) for i, config in enumerate(configs))
+    check_equal(simulator, new, simulator.propose(changes), Options())
 
 
 def test_other_buckets_keep_the_plan_at_hand() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flexsearch.compiled import I64, ZERO, lean
+from flexsearch.compiled import I64, ZERO, inlined, lean
 from flexsearch.lower.rows import Schedule, Segments
 from flexsearch.simulate.engine_lines import stand_again
 from flexsearch.simulate.engine_queue import COMMUNICATION, MICROBATCH, block_of, place_of, push
@@ -74,7 +74,16 @@ def is_same(state: State, v: Any, k: Any, lag: Any) -> Any:
             return False
         if max(pending.end[slot] - now, -1) != kept.end[v, k, j]:
             return False
+        if lag == ZERO and pending.turned[slot] != 0 and _is_changed(state, block_of(pending.identity[slot])):
+            return False
     return True
+
+
+@inlined
+def _is_changed(state: State, block: Any) -> Any:
+    """Whether a proposal changes a block: what of it holds a connection, or waits for one, may do so for another than
+    in the plan at hand."""
+    return state.segment[block] != state.kept.segment[block]
 
 
 @lean
