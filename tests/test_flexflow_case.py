@@ -4,14 +4,13 @@ flexflow/flexflow-train, issue 217: 8 dense layers (2304 features to 9216 and ba
 error, plain SGD, batch 16384, 4 V100 of 16 GB with NVLink (AWS p3.8xlarge). The plan that FlexFlow gave after 500,000
 proposals was slower than data parallelism when it ran.
 
-Here, as predicted for ``v100-nvlink-4``: data parallel 432 ms, FSDP 433 ms, tensor parallel (megatron) 480 ms, and no
-plan takes less than 426 ms. In all three each GPU computes for 425 ms: a batch of 16384 rows is much work for 170
-million weights. They differ in what does not hide behind it. Data parallelism waits 4 ms for the last gradients, and
-each GPU updates all weights in 3 ms. In FSDP each GPU updates a quarter of them (0.8 ms), but nothing computes while
-the first weights are gathered (3.5 ms) and the last gradients scattered (3.5 ms).
-Tensor parallelism synchronises nothing, but sums up 151 MB of activations after every second layer, and waits
-for them, 54 ms in all.
-The search mixes the two ways of keeping weights (430 ms); no change of a single layer makes that faster.
+Here, as predicted for ``v100-nvlink-4``: FSDP 427.6 ms, data parallel 429.7 ms, tensor parallel (megatron) 448 ms, and
+no plan takes less than 425.7 ms. In all three each GPU computes for 425 ms: a batch of 16384 rows is much work for 170
+million weights. They differ in what does not hide behind it. In data parallelism each GPU updates all weights, in FSDP
+a quarter of them, but nothing computes while the first weights are gathered and the last gradients scattered. Tensor
+parallelism synchronises nothing, but sums up 151 MB of activations after every second layer, and waits for them.
+No plan that the search finds is faster than FSDP by what is worth telling; no change of a single layer makes that 1 %
+faster.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ def test_the_plan_is_never_above_the_best_baseline(proposals: int, seed: int) ->
     assert result.feasible and result.bound_s <= result.simulation.makespan_s <= min(fitting.values())
 
 
-def test_the_plan_beats_all_baselines_and_no_single_change_beats_it() -> None:
+def test_the_best_baseline_is_near_the_bound_and_no_single_change_beats_it() -> None:
     result = find(4000, 0)
     times = {name: o.simulation.makespan_s for name, o in result.baselines.items()}
-    assert times["data-parallel"] < times["fsdp"] < times["megatron"]
-    assert result.locally_optimal and result.simulation.makespan_s < times["data-parallel"]
-    assert result.simulation.makespan_s < 1.02 * result.bound_s
+    assert times["fsdp"] < times["data-parallel"] < times["megatron"]
+    assert result.locally_optimal and result.simulation.makespan_s == min(times.values())
+    assert result.simulation.makespan_s < 1.005 * result.bound_s
 
 
 @pytest.mark.parametrize("seed", range(3))

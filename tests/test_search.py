@@ -30,7 +30,7 @@ from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import POLISHED, ClimbSchedule
-from flexsearch.search.constants import FEW, ROWS
+from flexsearch.search.constants import FEW, ROWS, SIMPLER
 from flexsearch.search.evaluate import better
 from flexsearch.search.space import Space
 from flexsearch.simulate import over_memory
@@ -64,7 +64,8 @@ def test_the_answer_is_legal_and_never_worse_than_the_best_baseline(graph: Opera
     best = min(o.time_s for o in result.baselines.values() if o.feasible)
     assert all(o.time_s == o.simulation.makespan_s for o in result.baselines.values())
     assert result.feasible and result.simulation.makespan_s <= best
-    assert result.prediction.iteration_s == result.simulation.makespan_s == result.history[-1].time_s
+    assert result.prediction.iteration_s == result.simulation.makespan_s
+    assert result.history[-1].time_s <= result.simulation.makespan_s <= (1.0 + SIMPLER) * result.history[-1].time_s
     assert result.proposals == 60 and "60 proposals" in result.stopped
     times = [improvement.time_s for improvement in result.history]
     assert times == sorted(times, reverse=True)

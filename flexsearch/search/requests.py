@@ -21,8 +21,11 @@ SAMPLES_FIRST: Final = 2**25
 """The same of chains that split samples only."""
 
 
-_MOST_CANDIDATES, _MOST_NUMBERS = 2**32, 2**20
-"""More than an operator has candidates, and more random numbers than drawing one takes."""
+_MOST: Final = 2**32
+"""More than an operator has candidates."""
+_APART: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
+"""Steps of the generator between the numbers of two candidates: 2^128 over the golden ratio, as ``PCG64.jumped`` takes.
+An odd number: states that are a multiple of a power of two apart have bits in common."""
 
 
 _Chains = dict[int, tuple[int, ...]]
@@ -110,6 +113,6 @@ class Requests:
         model = self.space.model[operator]
         if (config := self._drawn.get((model, k))) is None:
             self._bits.state = self._begin
-            self._bits.advance((model * _MOST_CANDIDATES + k) * _MOST_NUMBERS)  # a stretch of its own
+            self._bits.advance((model * _MOST + k) * _APART % 2**128)
             config = self._drawn[model, k] = self._draw(k)(self._rng, model)
         return config
