@@ -21,13 +21,6 @@ SAMPLES_FIRST: Final = 2**25
 """The same of chains that split samples only."""
 
 
-_MOST: Final = 2**32
-"""More than an operator has candidates."""
-_APART: Final = 0x9E3779B97F4A7C15F39CC0605CEDC835
-"""Steps of the generator between the numbers of two candidates: 2^128 over the golden ratio, as ``PCG64.jumped`` takes.
-An odd number: states that are a multiple of a power of two apart have bits in common."""
-
-
 _Chains = dict[int, tuple[int, ...]]
 """By operator that stands for those alike: links over which others of its group follow it."""
 
@@ -36,12 +29,10 @@ class Requests:
     """Configs by the keys of ``moves``, for one space."""
 
     def __init__(self, space: Space, seed: int) -> None:
-        self.space = space
+        self.space, self.seed = space, seed
         self._links = [(i, link) for i, links in enumerate(space.propagation.links) for link in links]
         self._chains: tuple[Templates, _Chains] | None = None
         self._drawn: dict[tuple[int, int], OperatorConfig] = {}
-        self._bits = np.random.PCG64(seed)
-        self._rng, self._begin = np.random.Generator(self._bits), self._bits.state
 
     def supply(self, templates: Templates, change: Change) -> None:
         """Add the configs that ``change`` says are missing, and room."""
@@ -112,7 +103,6 @@ class Requests:
         """Candidate ``k``: the same whenever it is asked for, and for all operators of the same shape."""
         model = self.space.model[operator]
         if (config := self._drawn.get((model, k))) is None:
-            self._bits.state = self._begin
-            self._bits.advance((model * _MOST + k) * _APART % 2**128)
-            config = self._drawn[model, k] = self._draw(k)(self._rng, model)
+            rng = np.random.Generator(np.random.PCG64([self.seed, model, k]))
+            config = self._drawn[model, k] = self._draw(k)(rng, model)
         return config
