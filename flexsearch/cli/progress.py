@@ -73,7 +73,7 @@ def compiling() -> str:
     if compiled.is_warm():
         return "getting ready"
     where = f"; the result is kept in {compiled.folder}" if compiled.folder is not None else ""
-    stderr.print(f"Compiling for this machine, which takes about 20 seconds, once{where}.", soft_wrap=True)
+    stderr.print(f"Compiling for this machine, which takes about 12 seconds, once{where}.", soft_wrap=True)
     return COMPILING
 
 
