@@ -478,8 +478,8 @@ def test_schedules_that_megatron_has_not_are_refused() -> None:
 
 def test_replicas_of_what_is_split_are_refused_where_torchtitan_has_none() -> None:
     """Its DDP raises an error beside tensor parallelism or a pipeline."""
-    for plan in (layout(graph("llama"), 2, 2, options=ADAM),
-                 layout(graph("llama"), 2, 1, LLAMA[1:2], ranks=2, microbatches=2, options=ADAM, inside=True)):  # fmt: skip
+    pipeline = layout(graph("llama"), 2, 1, LLAMA[1:2], ranks=2, microbatches=2, options=ADAM, inside=True)
+    for plan in (layout(graph("llama"), 2, 2, options=ADAM), pipeline):
         with pytest.raises(StrategyError, match=r"replicates weights \(DDP\) beside no other.* Use states weights"):
             torchtitan_flags(plan, graph("llama"))
     alone = dict(torchtitan_flags(layout(graph("llama"), 2, 1, options=ADAM, topology="ethernet-1g-2"), graph("llama")))

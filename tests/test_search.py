@@ -25,7 +25,7 @@ from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.importer import import_model
-from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, search, simpler, workers
+from flexsearch.search import Evaluation, Evaluator, Progress, SearchResult, chain, climb, search, simpler, workers
 from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber
@@ -119,6 +119,23 @@ def test_any_number_of_processes_gives_the_same_plan(
     many.strategy.save(tmp_path / "many.json")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "many.json").read_bytes()
     assert one.history == many.history and one.trails == many.trails and one.stopped == many.stopped
+
+
+def test_templates_that_are_forgotten_between_climbs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = cnn(batch=32, hidden=2048), ethernet(4)
+    whole, forgotten = find(graph, topology, 9000), list[int]()
+    forget = Evaluator.forget
+
+    def noted(evaluate: Evaluator) -> None:
+        forgotten.append(evaluate.template_bytes)
+        forget(evaluate)
+        assert evaluate.template_bytes == 0
+
+    monkeypatch.setattr(Evaluator, "forget", noted)
+    monkeypatch.setattr(climb, "MOST_TEMPLATES", 2**16)
+    again = find(graph, topology, 9000)
+    assert sum(nbytes > 2**16 for nbytes in forgotten) > 1
+    assert again.history == whole.history and again.strategy.configs == whole.strategy.configs
 
 
 def test_several_climbs_have_a_share_in_a_budget_of_proposals() -> None:

@@ -64,6 +64,11 @@ class GrowingPools:
             self._landings = Landings(**{name: self._arrays[name] for name in Landings._fields})
         return self._landings
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows so far."""
+        return sum(used * self._arrays[name].itemsize for names, used in self.groups() for name in names)
+
     def full(self) -> list[Group]:
         """Columns that are more than half full."""
         return [(names, used) for names, used in self.groups() if 2 * used > len(self._arrays[names[0]])]

@@ -90,6 +90,11 @@ class Templates:
         return self._growing.pools
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the templates."""
+        return self._growing.nbytes
+
+    @property
     def landings(self) -> Landings:
         """What the reshards leave on devices."""
         return self._growing.landings

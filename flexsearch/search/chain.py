@@ -171,6 +171,11 @@ class Chain:
             if self.space.rule is not None:
                 simulator.templates.ruled()
 
+    def forget(self) -> None:
+        """Let go of the templates worked with."""
+        self._simulator = None
+        self._requests.forget()
+
     @property
     def steps(self) -> int:
         return int(self._state.steps[0])

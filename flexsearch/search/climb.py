@@ -5,6 +5,7 @@ A climb depends only on its inputs, so it gives the same result in any process.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from flexsearch.search.constants import (
     COARSE_PATIENCE,
     GAIN,
     LOOK_S,
+    MOST_TEMPLATES,
     PATIENCE,
     REBUCKET,
     ROWS,
@@ -133,6 +135,10 @@ class Climber:
 
     def climb(self, climb: Climb, watch: Watch) -> Climbed:
         """Run it."""
+        if self.evaluate.template_bytes > MOST_TEMPLATES:
+            self.evaluate.forget()
+            self.chain.forget()
+            gc.collect()  # templates refer to each other, and a search collects but rarely
         if climb.replicas > 1:
             inner = self.folded(climb.replicas)
             assert inner.fold is not None

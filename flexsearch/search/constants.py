@@ -135,6 +135,10 @@ SIMPLIFYING: Final = 0.1
 """Simplifying the answer may take this share of a budget in seconds, on top of it. Taken: it takes less, but where one
 plan takes long."""
 
+MOST_TEMPLATES: Final = 2**31
+"""With more bytes of templates, a process forgets them before its next climb, or a search of minutes would take all
+memory. Taken: Inception-v3 on 16 P100 has so many after half a minute, and took 4.5 GB in all after one."""
+
 # ---- splits of their own for gradients of weights
 
 GRADIENT_STARTS: Final = 3

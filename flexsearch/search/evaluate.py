@@ -56,8 +56,19 @@ class Evaluator:
         fold: Fold | None = None,
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs, self.options, self.share = graph, topology, costs, options, share
-        self.lowering = Lowering(graph, topology, costs, fold)
+        self.fold = fold
         self._simulator: DeltaSimulator | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back the memory of all templates. They are made again where they are asked for."""
+        self._simulator = None
+        self.lowering = Lowering(self.graph, self.topology, self.costs, self.fold)
+
+    @property
+    def template_bytes(self) -> int:
+        """Bytes of the templates so far."""
+        return 0 if self._simulator is None else self._simulator.templates.nbytes
 
     def __call__(self, configs: Configs, limit: float = inf) -> Evaluation:
         """Evaluation of ``configs``, which become the plan at hand; infinite, and nothing done, if they take longer

@@ -57,6 +57,10 @@ class Requests:
                 assert kind == DERIVED
                 templates.derive(a, b, partial(self._derived, a))
 
+    def forget(self) -> None:
+        """Let go of the templates that configs were added to."""
+        self._chains = None
+
     def _follow(self, templates: Templates, number: int, split: int) -> None:
         """Add what follows a split over a link, and on from there, if it is not known."""
         if templates.keys.find(OVER, number, split) is not None:
