@@ -52,10 +52,10 @@ class Simulation:
     computing: dict[int, int] = field(default_factory=dict)
     """By link, until when a device that slows it computes."""
     held: Counter[int] = field(default_factory=Counter)
-    """How many communications on a connection are between two of their turns, or called."""
+    """How many communications on a connection are between two of their turns, or admitted."""
     waiting: defaultdict[int, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    """By connection, what waits for it, in line."""
-    called: set[Row] = field(default_factory=set)
+    """By connection, what waits for it, the first one first."""
+    admitted: set[Row] = field(default_factory=set)
     """What waited for its connection, and has it."""
     missing: dict[Row, int] = field(default_factory=dict)
     ready: dict[Row, int] = field(default_factory=dict)
@@ -158,10 +158,10 @@ class Simulation:
                 self.end(row, begin + ticks, [d])
             return
         c, gone = s.communication_first[self.segment[b]] + number, self.served[row]
-        turn, line = int(s.turn[c]), int(s.connection[c])
-        holds = gone > 0 or row in self.called
-        if not holds and self.held[line] > line % 2:
-            self.waiting[line].append(row)
+        turn, connection = int(s.turn[c]), int(s.connection[c])
+        holds = gone > 0 or row in self.admitted
+        if not holds and self.held[connection] > connection % 2:
+            self.waiting[connection].append(row)
             return
         if not gone:
             for k in range(s.drag_first[c], s.drag_last[c]):
@@ -172,12 +172,12 @@ class Simulation:
         begin = self.take(row, ready, links, turn)
         if begin is None:
             self.served[row] += turn
-            self.held[line] += not holds
+            self.held[connection] += not holds
             return
-        self.held[line] -= holds
-        if holds and self.waiting[line]:
-            self.called.add(first := self.waiting[line].pop(0))
-            self.held[line] += 1
+        self.held[connection] -= holds
+        if holds and self.waiting[connection]:
+            self.admitted.add(first := self.waiting[connection].pop(0))
+            self.held[connection] += 1
             self.push(begin + max((left for _, left in links), default=0), first)
         end = begin + max(0, int(s.communication_ticks[c]) - gone)
         for k in range(s.follower_first[c], s.follower_last[c]):

@@ -107,14 +107,15 @@ def _compute(tables: TemplateTables, number: Any, split: Any, mesh: Any, count: 
     """What the devices of a config compute."""
     pools, used, splits = tables.pools, tables.used, tables.splits
     first, at = np.uint64(tables.layouts.mesh_first[mesh]), used.entries[0]
-    cost, extents, unlike = np.uint64(splits.cost[split]), np.uint64(splits.extents[split]), splits.unlike[split]
+    cost, extents = np.uint64(splits.cost[split]), np.uint64(splits.extents[split])
+    unequal = splits.piece_first[split] != MISSING
     pools.config_first[number], pools.config_last[number] = at, at + count
     for k in range(count):
         device = np.uint64(tables.layouts.device[first + k])
         row = cost + np.uint64(tables.kind[device]) * extents
         pools.entry_samples[at + k] = pools.entry_part[at + k] = 0
-        if unlike != MISSING:
-            piece = np.uint64(unlike) + k
+        if unequal:
+            piece = np.uint64(splits.piece_first[split]) + k
             row += np.uint64(splits.extent[piece])
             pools.entry_samples[at + k], pools.entry_part[at + k] = splits.samples[piece], splits.part[piece]
         pools.entry_device[at + k] = device

@@ -189,6 +189,14 @@ def _append_one(
     pools.link_last[at], pools.drag_first[at] = size[LINK], size[DRAG]
     begin = np.uint64(pools.link_first[at])
     pools.turn[at] = turn_of(rates, bandwidth, form, members, times, pools.link, begin, size[LINK], longest)
+    _append_drags(rows, blocks, own, pools, size, x)
+    pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def _append_drags(rows: Exchanges, blocks: BlockMap, own: Any, pools: Pools, size: U64, x: Any) -> None:
+    """Add what exchange ``x`` takes from processors. ``own``: see ``_append_one``."""
+    loads, end = rows.loads, rows.end
     blocks.listing[0] += ONE
     for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
         to = _row_of(blocks, np.uint64(loads.drag[k]), pools.drag, size, DRAG)
@@ -203,7 +211,6 @@ def _append_one(
                 blocks.lopsided[0] += ONE
             pools.drag_ticks[to] = max(ticks, pools.drag_ticks[to])
             pools.drag_load[to] = max(np.float64(load), pools.drag_load[to])
-    pools.drag_last[at] = size[DRAG]
 
 
 @lean

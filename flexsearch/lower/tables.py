@@ -39,9 +39,9 @@ class Splits(NamedTuple):
     """Operators cut into pieces, without devices; piece k is that at position k of a mesh. Of a split: number of
     ``pieces``, and of their different ``extents``. Rows of ``forward``, ``backward``, ``inputs`` and ``weight``
     (ticks; the last two of a backward pass in two halves) and ``cast`` (of gradients of weights):
-    ``cost + kind * extents + e`` for extents e on a kind of device. Piece k has extents ``extent[unlike + k]``, and
-    ``samples`` and ``part`` of ``reading.samples_of``; extents 0 and no samples if ``unlike`` is MISSING. Operands
-    ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
+    ``cost + kind * extents + e`` for extents e on a kind of device. Piece k has extents ``extent[piece_first + k]``,
+    and ``samples`` and ``part`` of ``reading.samples_of``; extents 0 and no samples if ``piece_first`` is MISSING.
+    Operands ``[reads, writes)`` and ``[writes, last)``. Operand o has the layout ``grid[o]`` on the positions
     ``position[first[o]:first[o] + held_by[o]]``, or on all if ``first[o]`` is MISSING; in all blocks if ``spread[o]``.
     ``follow_*``: what follows a split over a link is split ``follow_split`` on ``follow_count`` positions from
     ``follow_first`` on; all in order if that is MISSING."""
@@ -49,7 +49,7 @@ class Splits(NamedTuple):
     pieces: U32
     extents: U32
     cost: U32
-    unlike: U32
+    piece_first: U32
     reads: U32
     writes: U32
     last: U32

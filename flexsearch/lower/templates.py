@@ -41,7 +41,7 @@ _fill = direct(fill)
 _plan_all = direct(plan_all)
 
 _GROUPS: Final = (
-    ("pieces", "extents", "cost", "unlike", "reads", "writes", "last", "operator"),
+    ("pieces", "extents", "cost", "piece_first", "reads", "writes", "last", "operator"),
     ("forward", "backward", "inputs", "weight", "cast"), ("extent", "samples", "part"),
     ("grid", "first", "held_by", "spread"), ("position",), ("follow_split", "follow_first", "follow_count"),
 )  # fmt: skip
@@ -64,7 +64,8 @@ class Templates:
         self.configs = Configs(self)
         self._growing = GrowingPools()
         self._columns = tuple(Columns({name: TYPES.get(name, np.uint32) for name in group}) for group in _GROUPS)
-        self._split_columns, self._times, self._unlike, self._operands, self._positions, self._followed = self._columns
+        self._split_columns, self._times, self._piece_columns = self._columns[:3]
+        self._operands, self._positions, self._followed = self._columns[3:]
         self._splits: Splits | None = None
         self._room = 0
         """Of all columns together, when ``_splits`` was made of them."""
@@ -246,18 +247,18 @@ class Templates:
 
     def _add_split(self, operator: int, degrees: Degrees, replicas: int, shares: Shares) -> int:
         config = OperatorConfig(degrees, (), replicas, shares=shares)
-        split, unlike = self.lowering.split(operator, config), int(MISSING)
+        split, piece_first = self.lowering.split(operator, config), int(MISSING)
         count = len(split.extent_of)
         if len(split.extents) > 1 or operator in self.lowering.readers:
             samples, part = self.lowering.samples(operator, config, split)
-            unlike = self._unlike.extend(count, extent=split.extent_of, samples=samples, part=part)
+            piece_first = self._piece_columns.extend(count, extent=split.extent_of, samples=samples, part=part)
         cost = self._times.size
         for kind in self._kinds.tolist():
             self._add_times(operator, split.extents, kind)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
         return self._split_columns.add(
-            pieces=count, extents=len(split.extents), cost=cost, unlike=unlike, reads=reads,
+            pieces=count, extents=len(split.extents), cost=cost, piece_first=piece_first, reads=reads,
             writes=reads + len(split.inputs), last=reads + len(regions), operator=operator,
         )  # fmt: skip
 

@@ -172,7 +172,7 @@ class AsynchronousTime:
         pending.place[:count] -= (moved * layout.places).astype(np.uint32)
         before = pending.identity[:count].copy()
         pending.identity[:count] = self._earlier(before, moved)
-        held, sort = state.lines.identity[: int(state.lines.held[0])], np.argsort(before)
+        held, sort = state.connections.identity[: int(state.connections.held[0])], np.argsort(before)
         held[:] = pending.identity[sort[np.searchsorted(before[sort], held)]]
         count = int(queue.size[0])
         identity, item = queue.identity[:count].copy(), queue.item[:count].astype(np.int64)

@@ -226,7 +226,7 @@ def _go_back(state: State, segments: Segments, first: Any) -> None:
     kept = state.kept
     state.run[0] += np.uint32(1)
     state.pending_count[0] = state.queue.size[0] = state.logged[0] = ZERO
-    state.lines.held[0] = state.lines.waiting[0] = ZERO
+    state.connections.held[0] = state.connections.waiting[0] = ZERO
     state.trouble[0] = 0
     state.latest[0] = state.shift[0] = 0
     state.computed[:] = 0

@@ -10,7 +10,7 @@ import numpy as np
 from flexsearch.compiled import ONE, ZERO, inlined, lean
 from flexsearch.cost.ticks import FOREVER
 from flexsearch.lower.rows import COMPUTE, NEVER, WAIT, Segments
-from flexsearch.simulate.engine_lines import call_next, hold, let_go, must_wait, row_of, stand_in_line
+from flexsearch.simulate.engine_connections import acquire, admit_next, enqueue, must_wait, release, row_of
 from flexsearch.simulate.engine_queue import (
     COMMUNICATION,
     MICROBATCH,
@@ -273,8 +273,8 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
     slot, row = np.uint64(state.slot[item]), row_of(state, segments, identity)
     state.kept.new_touched[block_of(identity)] |= ONE << state.window[0]
     turned = state.pending.turned[slot]
-    if turned == 0 and state.lines.held[0] > ZERO and must_wait(state, segments.connection[row]):
-        stand_in_line(state, segments, slot, row)
+    if turned == 0 and state.connections.held[0] > ZERO and must_wait(state, segments.connection[row]):
+        enqueue(state, segments, slot, row)
         return
     holds, turned = turned != 0, max(0, turned)
     if turned == 0:
@@ -297,7 +297,7 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
         state.record.start[item] = begin
     if again:
         if not holds:
-            hold(state, identity, segments.connection[row])
+            acquire(state, identity, segments.connection[row])
         state.pending.ready[slot], state.pending.turned[slot] = then, turned + before + left
         push(state, then, identity, item)
         return
@@ -309,9 +309,9 @@ def serve(state: State, segments: Segments, horizon: Any) -> None:
     if state.record.enabled[0]:
         state.record.end[item] = end
     if holds:
-        let_go(state, identity)
-        if state.lines.waiting[0] > ZERO:
-            call_next(state, segments, segments.connection[row], then)
+        release(state, identity)
+        if state.connections.waiting[0] > ZERO:
+            admit_next(state, segments, segments.connection[row], then)
     _hand_on(state, segments, row, identity, end)
 
 

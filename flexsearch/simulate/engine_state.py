@@ -53,7 +53,7 @@ class Devices(NamedTuple):
 class Pending(NamedTuple):
     """Communications that are pending: place, identity, senders and communications that are missing, tick at which it
     is ready so far, tick at which it ends (-1: not served yet), ticks for which its links were kept busy in turns
-    (below 0: it waits for its connection, or has just done so, see ``engine_lines``)."""
+    (below 0: it waits for its connection, or has just done so, see ``engine_connections``)."""
 
     place: U32
     identity: U64
@@ -64,7 +64,7 @@ class Pending(NamedTuple):
 
 
 @packed
-class Lines(NamedTuple):
+class Connections(NamedTuple):
     """Communications that hold their connections: identity and connection of the first ``held`` ((1,)). ``waiting``:
     (1,) how many wait for a connection."""
 
@@ -267,7 +267,7 @@ class State(NamedTuple):
     machine: Machine
     devices: Devices
     pending: Pending
-    lines: Lines
+    connections: Connections
     queue: Queue
     snapshots: Snapshots
     kept: Kept
@@ -328,7 +328,7 @@ def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, f
             _ticks(devices), _ticks(devices), _ticks(devices),
         ),
         pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
-        lines=Lines(_counts(room), _counts(room), _counts(1), _counts(1)),
+        connections=Connections(_counts(room), _counts(room), _counts(1), _counts(1)),
         queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
         snapshots=_snapshots(devices, resources, room),
         kept=_kept(schedule, devices, blocks, resources, table),

@@ -29,7 +29,7 @@ def _begin(state: State) -> None:
     state.run[0] += np.uint32(1)
     state.pending_count[0] = state.queue.size[0] = state.logged[0] = state.window[0] = ZERO
     state.kept.visits[0], state.kept.taken[0] = ZERO, ZERO
-    state.lines.held[0], state.lines.waiting[0] = ZERO, ZERO
+    state.connections.held[0], state.connections.waiting[0] = ZERO, ZERO
     state.now[0] = state.latest[0] = state.shift[0] = 0
     state.trouble[0], state.fold.jumped[0], state.kept.host_shifted[0] = 0, 0, ZERO
     state.free[:] = 0

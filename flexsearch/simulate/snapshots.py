@@ -14,7 +14,7 @@ import numpy as np
 
 from flexsearch.compiled import I64, ZERO, inlined, lean
 from flexsearch.lower.rows import Schedule, Segments
-from flexsearch.simulate.engine_lines import stand_again
+from flexsearch.simulate.engine_connections import restore
 from flexsearch.simulate.engine_queue import COMMUNICATION, MICROBATCH, block_of, place_of, push
 from flexsearch.simulate.engine_state import COMPUTING, DONE, ENDED, RUNNING, State
 
@@ -142,15 +142,15 @@ def load(state: State, segments: Segments, v: Any, k: Any) -> None:
         if pending.end[slot] >= 0:
             pending.end[slot] += now
         elif pending.missing[slot] == 0:
-            stand_again(state, segments, slot)
+            restore(state, segments, slot)
 
 
 @lean
 def forget_pending(state: State) -> None:
-    """What is pending counts as ended, and nothing is in the queue or in a line."""
+    """What is pending counts as ended, and nothing is in a queue."""
     for slot in range(state.pending_count[0]):
         state.slot[np.uint64(state.pending.place[slot])] = ENDED
-    state.pending_count[0] = state.queue.size[0] = state.lines.held[0] = state.lines.waiting[0] = ZERO
+    state.pending_count[0] = state.queue.size[0] = state.connections.held[0] = state.connections.waiting[0] = ZERO
 
 
 @lean
@@ -167,8 +167,8 @@ def shift_pending(state: State, lag: Any, ticks: Any) -> None:
         pending.ready[slot] += ticks
         if pending.end[slot] >= 0:
             pending.end[slot] += ticks
-    for j in range(state.lines.held[0]):
-        state.lines.identity[j] = later(state.schedule, state.lines.identity[j], lag)
+    for j in range(state.connections.held[0]):
+        state.connections.identity[j] = later(state.schedule, state.connections.identity[j], lag)
     for j in range(queue.size[0]):
         queue.identity[j] = later(state.schedule, queue.identity[j], lag)
         queue.ready[j] += ticks

@@ -82,7 +82,7 @@ class Run:
         state, devices = self.state, self.state.devices
         state.run[0] += np.uint32(1)
         standing = devices.clock, devices.host, state.free, state.computing
-        none = state.pending_count, state.queue.size, state.lines.held, state.lines.waiting
+        none = state.pending_count, state.queue.size, state.connections.held, state.connections.waiting
         for zero in (*standing, *none, state.now, state.latest, state.trouble, state.computed):
             zero[:] = 0
         if stand is not None:
