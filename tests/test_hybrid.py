@@ -33,7 +33,7 @@ from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.search.hybrid import HybridResult, Layout, LayoutSearch, ahead, search_hybrid
 from flexsearch.search.hybrid import search as search_module
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import plain_options, roomiest, simplified
+from flexsearch.search.hybrid.answer import plain_options, simplified, with_least_memory
 from flexsearch.search.hybrid.constants import EQUAL
 from flexsearch.search.hybrid.cuts import Cuts
 from flexsearch.search.hybrid.divide import Divider
@@ -735,13 +735,13 @@ def test_of_plans_that_hardly_differ_in_time_the_one_that_takes_less_memory_is_t
 
     best, near, far = plan(1.0, 0.9), plan(1.0 + EQUAL / 2, 0.5), plan(1.0 + 2 * EQUAL, 0.1)
     for plans in ([best, near, far], [far, near, best]):
-        assert roomiest({"": best}, plans) == {"": near}
-    # No answer is slower than a baseline that fits, of whose family the roomiest of about the same time stands for all.
-    baseline, roomier = plan(1.0 + EQUAL / 4, 0.8, candidate), plan(1.0 + EQUAL, 0.4, candidate)
-    assert roomiest({"": best, family: baseline}, [best, near, baseline]) == {"": baseline, family: baseline}
-    assert roomiest({"": best, family: baseline}, [best, near, baseline, roomier]) == {"": roomier, family: roomier}
+        assert with_least_memory({"": best}, plans) == {"": near}
+    # No answer is slower than a baseline that fits, of whose family the one with least memory stands for all.
+    baseline, less = plan(1.0 + EQUAL / 4, 0.8, candidate), plan(1.0 + EQUAL, 0.4, candidate)
+    assert with_least_memory({"": best, family: baseline}, [best, near, baseline]) == {"": baseline, family: baseline}
+    assert with_least_memory({"": best, family: baseline}, [best, near, baseline, less]) == {"": less, family: less}
     over = replace(near, used=1.1)
-    assert roomiest({"": over}, [over]) == {"": over}
+    assert with_least_memory({"": over}, [over]) == {"": over}
 
 
 def test_an_option_that_hardly_gains_is_left_as_usual() -> None:

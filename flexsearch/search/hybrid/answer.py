@@ -43,7 +43,7 @@ def choose(
     return Choice(best, step, same, None)
 
 
-def roomiest(kept: Mapping[str, Candidate], simulated: Iterable[Candidate]) -> dict[str, Candidate]:
+def with_least_memory(kept: Mapping[str, Candidate], simulated: Iterable[Candidate]) -> dict[str, Candidate]:
     """Of plans that are about as fast as the best one (its name is empty), and as that of each family by name, those
     that take least memory. No baseline is faster than the first."""
     plans = [candidate for candidate in simulated if candidate.feasible]

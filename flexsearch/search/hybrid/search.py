@@ -18,7 +18,14 @@ from flexsearch.graph import OperatorGraph
 from flexsearch.proof.bound import lower_bound
 from flexsearch.search.budget import cores
 from flexsearch.search.hybrid.ahead import Ahead
-from flexsearch.search.hybrid.answer import choose, nothing_suits, plain_options, roomiest, simplified, strategy_of
+from flexsearch.search.hybrid.answer import (
+    choose,
+    nothing_suits,
+    plain_options,
+    simplified,
+    strategy_of,
+    with_least_memory,
+)
 from flexsearch.search.hybrid.constants import (
     AHEAD,
     ANSWER,
@@ -177,7 +184,7 @@ class LayoutSearch:
     def _try_plain_options(self) -> None:
         """Simulate the plans that can stand for the best ones in the answer (``answer.simplified``)."""
         self.phase = "simpler options"
-        for candidate in self._roomiest().values():
+        for candidate in self._with_least_memory().values():
             self.evaluate(*plain_options(candidate, self.options.prefetch))
 
     # ---- simulating
@@ -392,14 +399,14 @@ class LayoutSearch:
 
     # ---- the answer
 
-    def _roomiest(self, best: Candidate | None = None) -> dict[str, Candidate]:
-        """See ``answer.roomiest``. ``best``: of all plans, if it is not that of the search."""
+    def _with_least_memory(self, best: Candidate | None = None) -> dict[str, Candidate]:
+        """See ``answer.with_least_memory``. ``best``: of all plans, if it is not that of the search."""
         if (first := best or self.best) is None:
             return {}
-        return roomiest({"": first, **self.kept}, filter(None, self.simulated.values()))
+        return with_least_memory({"": first, **self.kept}, filter(None, self.simulated.values()))
 
     def _result(self, best: Candidate, stopped: str, margin: float | None = 0.0) -> HybridResult:
-        plans = self._roomiest(best)
+        plans = self._with_least_memory(best)
         simpler = {name: simplified(c, self.simulated, self.options.prefetch) for name, c in plans.items()}
         self.kept = {name: candidate for name, candidate in simpler.items() if name}
         best = min(simpler.values(), key=lambda candidate: candidate.rank)
