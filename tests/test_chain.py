@@ -144,7 +144,7 @@ def test_coarse_chains_go_on_from_the_best_plan_while_they_gain(monkeypatch: pyt
 
     monkeypatch.setattr(Climber, "_chain", watched)
     monkeypatch.setattr(Chain, "begin", noting)
-    climb = Climb(0, 0, "from random", start, 10**6, climber.evaluate(start), coarse=True)
+    climb = Climb(0, 0, "from random", start, 10**6, climber.evaluate(start), Options(), coarse=True)
     done = climber.climb(climb, lambda _: None)
     assert kinds == [True] * (len(kinds) - 1) + [False] and 2 < len(kinds) <= COARSE_CHAINS + 1
     gains = [1.0 - b / a for a, b in pairwise(ends[:-1])]
@@ -199,5 +199,5 @@ def test_a_chain_that_ends_worse_than_it_began_leaves_the_plan(monkeypatch: pyte
     now = climber.evaluate(start)
     monkeypatch.setattr(Chain, "best", property(lambda _: (worse, Evaluation(2.0 * now.cost, 0.0))))
     monkeypatch.setattr(Chain, "gains", lambda _: [])
-    done = climber.climb(Climb(0, 0, "from random", start, 64, now, coarse=True), lambda _: None)
+    done = climber.climb(Climb(0, 0, "from random", start, 64, now, Options(), coarse=True), lambda _: None)
     assert done.proposals == 64 and done.configs == start and done.evaluation == now

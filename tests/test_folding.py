@@ -301,7 +301,7 @@ def test_a_climb_over_folded_plans_gives_a_plan_of_all_devices() -> None:
     assert folds[0] == 4
     start = starts[0]
     before = climber.evaluate(start.configs)
-    task = Climb(0, 0, "folded", start.configs, 1500, before, coarse=True, replicas=start.replicas)
+    task = Climb(0, 0, "folded", start.configs, 1500, before, Options(), coarse=True, replicas=start.replicas)
     told: list[tuple[Configs, float]] = []
     found = climber.climb(task, lambda climbed: told.append((climbed.configs, climbed.evaluation.time_s)))
     assert found.proposals > 1000
@@ -316,10 +316,10 @@ def test_a_climb_over_folded_plans_gives_a_plan_of_all_devices() -> None:
 def test_a_search_on_many_devices_climbs_over_folded_plans() -> None:
     graph, topology = transformer(), Topology.load("dgx-a100:4")
     schedule = ClimbSchedule(
-        [Start("a", (), Evaluation(1.0, 0.0), 4), Start("b", (), Evaluation(1.0, 0.0))], (4, 2),
-        Plan((), Evaluation(1.0, 0.0)), "a", None, 100, 0,
+        [Start("a", (), Options(), Evaluation(1.0, 0.0), 4), Start("b", (), Options(), Evaluation(1.0, 0.0))], (4, 2),
+        Plan((), Options(), Evaluation(1.0, 0.0)), "a", None, 100, 0,
     )  # fmt: skip
-    ended = [Climbed(k, "", (), Evaluation(1.0, 0.0)) for k in range(8)]
+    ended = [Climbed(k, "", (), Options(), Evaluation(1.0, 0.0)) for k in range(8)]
     tasks = [schedule.plan(k, ended[: max(0, k - 7)]) for k in range(14)]
     assert [task.replicas for task in tasks if task is not None] == [4, 1, 1, 4, 2, 1, 4, 2, 1, 1, 4, 4, 2, 2]
     found = search(graph, topology, Costs(graph, topology), proposals=1500, processes=2)

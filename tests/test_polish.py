@@ -63,7 +63,7 @@ def test_a_local_optimum_has_no_better_alternative() -> None:
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     start = climber.space.random_plan(np.random.Generator(np.random.PCG64(3)))
     before = climber.evaluate(start)
-    done = climber.climb(Climb(0, 0, "polish", start, 10**6, before, patience=0), lambda _: None)
+    done = climber.climb(Climb(0, 0, "polish", start, 10**6, before, Options(), patience=0), lambda _: None)
     assert done.optimal and done.evaluation.cost < before.cost and done.accepted > 0
     fresh = Evaluator(graph, topology, Costs(graph, topology), Options())
     assert fresh(done.configs) == done.evaluation
@@ -92,7 +92,7 @@ def test_small_gains_do_not_take_the_place_of_a_local_optimum(monkeypatch: pytes
     for small, optimal in ((1.0 - REBUCKET / 2, True), (1.0 - REBUCKET * 2, False)):
         passes.clear()
         gains = [small]
-        done = climber.climb(Climb(0, 0, "", start, 10**6, Evaluation(1.0, 0.0), patience=0), lambda _: None)
+        done = climber.climb(Climb(0, 0, "", start, 10**6, Evaluation(1.0, 0.0), Options(), patience=0), lambda _: None)
         (first, before), (second, after) = passes
         assert first == WORTH and second == 0.0 and after.time_s == 0.9 * before.time_s
         assert done.optimal is optimal and done.evaluation.time_s == after.time_s * (1.0 if optimal else small)
@@ -102,7 +102,8 @@ def test_polishing_ends_where_proposals_end() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(4)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     start = climber.space.random_plan(np.random.Generator(np.random.PCG64(3)))
-    done = climber.climb(Climb(0, 0, "polish", start, 75, climber.evaluate(start), patience=0), lambda _: None)
+    task = Climb(0, 0, "polish", start, 75, climber.evaluate(start), Options(), patience=0)
+    done = climber.climb(task, lambda _: None)
     assert done.proposals == 75 and not done.optimal
 
 
@@ -140,8 +141,8 @@ def test_when_a_search_turns_to_its_best_plan() -> None:
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._schedule._planned = [10, 10]
     start, seconds = run.best.configs, run.best.evaluation.time_s
-    good = Climbed(0, "from megatron", start, Evaluation(seconds / 2, 0.0))
-    other = Climbed(1, "from fsdp", start, Evaluation(seconds * 3 / 4, 0.0))
+    good = Climbed(0, "from megatron", start, Options(), Evaluation(seconds / 2, 0.0))
+    other = Climbed(1, "from fsdp", start, Options(), Evaluation(seconds * 3 / 4, 0.0))
     with pytest.raises(Turn) as turn:
         run._turn_to_best([good, other], here=1, polish=True)
     climb = turn.value.plan(2)
@@ -161,7 +162,7 @@ def test_when_a_search_turns_to_its_best_plan() -> None:
     assert climb.best == good.evaluation and run._turned == 3
     good.optimal = True
     run._turn_to_best([good, other], here=1, polish=True)
-    worse = Climbed(0, "", start, Evaluation(seconds * 2, 0.0))  # than a baseline
+    worse = Climbed(0, "", start, Options(), Evaluation(seconds * 2, 0.0))  # than a baseline
     run._turn_to_best([worse], here=0, polish=True)
     assert budget.left(50.0, 10.0) == 0.0 and budget.left(70.0, 0.0) == 30.0 and budget.left(50.0, 35.0) == 50.0
     assert Budget(100.0, 10**9).left(99.0, 0.0) == 0.0 == Budget(None, 10**9).left(99.0, 99.0)
@@ -173,7 +174,8 @@ def test_a_chain_goes_on_from_the_best_plan_where_time_is_short_for_polishing(mo
     run.begin(None)
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._seen = Evaluation(run.best.evaluation.time_s / 2, 0.0)
-    found = {k: Climbed(k, "chain", run.best.configs, Evaluation(run._seen.time_s * (k + 1), 0.0)) for k in (0, 1)}
+    costs = [Evaluation(run._seen.time_s * (k + 1), 0.0) for k in (0, 1)]
+    found = {k: Climbed(k, "chain", run.best.configs, Options(), cost) for k, cost in enumerate(costs)}
     monkeypatch.setattr(one_search.time, "monotonic", lambda: run.began + 80.0)
     run.improved = run.began + 79.0
     enough = int(80 / 20 * ENOUGH * run.climber.space.alternatives_on_blocks)
@@ -197,11 +199,11 @@ def test_of_plans_as_good_the_local_optimum_is_the_answer() -> None:
     rng = np.random.Generator(np.random.PCG64(0))
     a, b, c = (run.climber.space.random_plan(rng) for _ in range(3))
     good = Evaluation(run.best.evaluation.time_s / 2, 0.0)
-    equal = Climbed(0, "x", c, run.best.evaluation, optimal=True)
+    equal = Climbed(0, "x", c, run.best.options, run.best.evaluation, optimal=True)
     run.climbs = [equal]
     run._merge()
     assert run.best.configs != c  # a baseline stays
-    run.climbs = [Climbed(1, "x", a, good), Climbed(2, "y", b, good, optimal=True)]
+    run.climbs = [Climbed(1, "x", a, run.best.options, good), Climbed(2, "y", b, run.best.options, good, optimal=True)]
     run._merge()
     assert run.best.configs == b and run.best.optimal
 
@@ -213,12 +215,12 @@ def test_a_turn_leaves_the_climb_as_it_is_and_the_simulator_right() -> None:
     now, left = climber.evaluate(start), list[tuple[int, ...]]()
 
     def plan(index: int, _: object) -> Climb | None:
-        return Climb(index, index, "chain", start, 10**6, now) if index < 3 else None
+        return Climb(index, index, "chain", start, 10**6, now, Options()) if index < 3 else None
 
     def look(found: dict[int, Climbed], here: int | None) -> None:
         if here is not None and found[here].phase == "chain" and found[here].proposals > 50 * (here + 1):
             left.append((here, found[here].proposals))
-            raise Turn(lambda index: Climb(index, index, "polish", found[here].configs, 40, now, patience=0))
+            raise Turn(lambda index: Climb(index, index, "polish", found[here].configs, 40, now, Options(), patience=0))
 
     workers = Workers(climber, (), 0, plan, look)
     workers.work()

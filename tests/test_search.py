@@ -182,7 +182,7 @@ def test_half_of_the_time_ends_no_search_that_has_hardly_begun(monkeypatch: pyte
     graph, topology = two_layers(), ethernet(2)
     run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
     run.begin(None)
-    climbed = Climbed(0, "chain", run.best.configs, run.best.evaluation, run._alternatives - 1)
+    climbed = Climbed(0, "chain", run.best.configs, Options(), run.best.evaluation, run._alternatives - 1)
     run._schedule = ClimbSchedule([], (), run.best, run.found_in, None, run.climber.patience, 0)
     run._look({0: climbed}, 0)
     monkeypatch.setattr(one_search.time, "monotonic", lambda: run.began + 60.0)
@@ -548,7 +548,7 @@ def test_climbs_of_different_streams_differ_and_the_same_stream_repeats() -> Non
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     start = climber.space.random_plan(np.random.Generator(np.random.PCG64(0)))
     best = climber.evaluate(start)
-    one, other, again = (climber.climb(Climb(0, n, "", start, 300, best), lambda _: None) for n in (0, 1, 0))
+    one, other, again = (climber.climb(Climb(0, n, "", start, 300, best, Options()), lambda _: None) for n in (0, 1, 0))
     assert one.curve == again.curve != other.curve and one.configs == again.configs
 
 

@@ -42,10 +42,10 @@ class Climb:
     """What to do. ``index``: its number in the search. ``stream``: its number among all climbs of this seed, which sets
     its random numbers and candidates. ``proposals``: at most so many. ``best``: the best of the search's starts, or the
     plan that it starts from; temperatures are relative to that, and improvements are what is better. ``configs``: the
-    start; None: random. ``optimal``: the start is known to be a local optimum. ``patience``: how slowly the chain
-    cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first, and no descent over single operators
-    follows. ``replicas``: into how many equal blocks plans are folded, if the start can be. ``samples``: chains draw
-    from configs that split samples at most."""
+    start; None: random. ``options``: of all its plans. ``optimal``: the start is known to be a local optimum.
+    ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first,
+    and no descent over single operators follows. ``replicas``: into how many equal blocks plans are folded, if the
+    start can be. ``samples``: chains draw from configs that split samples at most."""
 
     index: int
     stream: int
@@ -53,6 +53,7 @@ class Climb:
     configs: Configs | None
     proposals: int
     best: Evaluation
+    options: Options
     optimal: bool = False
     patience: int = 1
     coarse: bool = False
@@ -71,14 +72,15 @@ class Step:
 
 @dataclass(slots=True)
 class Climbed:
-    """What came of it, so far. ``configs``, ``evaluation``: the best plan. ``steps``: times better than the search's
-    best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) gains what is worth
-    it. ``polishing``: whether these are being tried. ``curve``: (proposals, cost of the chain's plan in s) now and
-    then."""
+    """What came of it, so far. ``configs``, ``options``, ``evaluation``: the best plan. ``steps``: times better than
+    the search's best. ``optimal``: whether no change of a single operator (alone, or with those that follow it) gains
+    what is worth it. ``polishing``: whether these are being tried. ``curve``: (proposals, cost of the chain's plan in
+    s) now and then."""
 
     index: int
     phase: str
     configs: Configs
+    options: Options
     evaluation: Evaluation
     proposals: int = 0
     accepted: int = 0
@@ -129,9 +131,13 @@ class Climber:
             block = parts.folding.block
             costs = Costs(parts.part, block, self.costs.profile)
             climber = self._folded[replicas] = Climber(parts.part, block, costs, self.options, self.seed, fold=parts)
-        if climber.evaluate.options != self.evaluate.options:
-            climber.evaluate.use(self.evaluate.options)
+        climber.use(self.evaluate.options)
         return climber
+
+    def use(self, options: Options) -> None:
+        """Climb under other options from now on."""
+        if options != self.evaluate.options:
+            self.evaluate.use(options)
 
     def climb(self, climb: Climb, watch: Watch) -> Climbed:
         """Run it."""
@@ -139,6 +145,7 @@ class Climber:
             self.evaluate.forget()
             self.chain.forget()
             gc.collect()  # templates refer to each other, and a search collects but rarely
+        self.use(climb.options)
         if climb.replicas > 1:
             inner = self.folded(climb.replicas)
             assert inner.fold is not None
@@ -147,7 +154,7 @@ class Climber:
                 return FoldedClimb(self, inner, climb, watch).run(start)
         rng = np.random.Generator(np.random.PCG64([self.seed, climb.stream]))
         start = self.space.random_plan(rng) if climb.configs is None else climb.configs
-        done = Climbed(climb.index, climb.phase, start, self.evaluate(start))
+        done = Climbed(climb.index, climb.phase, start, climb.options, self.evaluate(start))
         if better(done.evaluation, climb.best):
             done.steps.append(Step(0, done.evaluation.time_s, ""))
         if climb.patience:
@@ -288,7 +295,7 @@ class FoldedClimb:
             whole, self._unfolded = parts.unfold(inside.configs), inside.configs
             evaluation = outer.evaluate(whole)
             if self.told is None:
-                self.told = Climbed(self.task.index, self.task.phase, whole, evaluation)
+                self.told = Climbed(self.task.index, self.task.phase, whole, self.task.options, evaluation)
             elif better(evaluation, self.told.evaluation):
                 self.told.configs, self.told.evaluation = whole, evaluation
         told, least = self.told, self.told.evaluation.time_s

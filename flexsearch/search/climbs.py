@@ -14,6 +14,8 @@ from typing import Final
 from flexsearch.search.climb import Climb, Climbed
 from flexsearch.search.constants import FROM_BEST, LENGTH, POLISH, SHARE, SLOWER, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
+from flexsearch.search.tuning import Tuned
+from flexsearch.strategy import Options
 
 POLISHED: Final = ", polished"
 """Ends the phase of climbs that polish what another one found."""
@@ -26,6 +28,7 @@ class Start:
 
     name: str
     configs: Configs
+    options: Options
     evaluation: Evaluation
     replicas: int = 1
     samples: bool = False
@@ -37,11 +40,9 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Tuned):
     """A plan and what it costs. ``optimal``: as of ``SearchResult``."""
 
-    configs: Configs
-    evaluation: Evaluation
     optimal: bool = False
 
 
@@ -93,18 +94,19 @@ class ClimbSchedule:
             replicas = self.folds[taken % len(self.folds)]
             optimal = best.optimal and replicas == 1
             return Climb(
-                index, stream, "from best", best.configs, count, best.evaluation, optimal, patience, coarse=True,
-                replicas=replicas,
+                index, stream, "from best", best.configs, count, best.evaluation, best.options, optimal, patience,
+                coarse=True, replicas=replicas,
             )  # fmt: skip
-        samples, at = False, place - taken
+        samples, at, options = False, place - taken, best.options
         if at < len(self.order):
             start = self.order[at]
             name, configs, replicas, samples = start.name, start.configs, start.replicas, start.samples
+            options = start.options
         else:
             name, configs, replicas = "random", None, self.folds[(at - len(self.order)) % len(self.folds)]
         return Climb(
-            index, stream, f"from {name}", configs, count, self.best.evaluation, patience=patience, coarse=True,
-            replicas=replicas, samples=samples,
+            index, stream, f"from {name}", configs, count, self.best.evaluation, options, patience=patience,
+            coarse=True, replicas=replicas, samples=samples,
         )  # fmt: skip
 
     def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:
@@ -122,21 +124,22 @@ class ClimbSchedule:
         self._turns += 1
         self._planned.append(0)
         if polish:
-            return self._polish(index, best.phase, Plan(best.configs, best.evaluation), sys.maxsize)
-        return Climb(index, self.before + index, "from best", best.configs, sys.maxsize, best.evaluation)
+            return self._polish(index, best.phase, Plan(best.configs, best.options, best.evaluation), sys.maxsize)
+        return Climb(index, self.before + index, "from best", best.configs, sys.maxsize, best.evaluation, best.options)
 
     def _polish(self, index: int, phase: str, best: Plan, proposals: int) -> Climb:
         phase = f"{phase.removesuffix(POLISHED)}{POLISHED}"
-        return Climb(index, self.before + index, phase, best.configs, proposals, best.evaluation, patience=0)
+        stream = self.before + index
+        return Climb(index, stream, phase, best.configs, proposals, best.evaluation, best.options, patience=0)
 
     def _best_of(self, climbs: Sequence[Climbed]) -> Plan:
         """The best plan: of the starts, or what these climbs found."""
         best = self.best
         for climbed in climbs:
             if better(climbed.evaluation, best.evaluation):
-                best = Plan(climbed.configs, climbed.evaluation, climbed.optimal)
-            elif climbed.configs == best.configs and climbed.optimal:
-                best = Plan(best.configs, best.evaluation, True)
+                best = Plan(climbed.configs, climbed.options, climbed.evaluation, climbed.optimal)
+            elif (climbed.configs, climbed.options) == (best.configs, best.options) and climbed.optimal:
+                best = Plan(best.configs, best.options, best.evaluation, True)
         return best
 
     def within(self, climbs: Sequence[Climbed]) -> tuple[Sequence[Climbed], str]:

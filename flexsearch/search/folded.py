@@ -44,7 +44,7 @@ def _starts(inner: Climber, whole: Sequence[Start], replicas: int) -> list[Start
         own.setdefault(f"{replicas} x {name}", strategy.in_order(parts.part))
     distinct = {configs: name for name, configs in reversed(own.items()) if configs is not None}
     starts = [
-        Start(f"{name}, folded", parts.unfold(configs), inner.evaluate(configs), replicas)
+        Start(f"{name}, folded", parts.unfold(configs), inner.evaluate.options, inner.evaluate(configs), replicas)
         for configs, name in distinct.items()
     ]
     return sorted(starts, key=lambda start: start.rank)[:FOLDED_STARTS]

@@ -12,7 +12,7 @@ from flexsearch.search.climb import Climbed
 from flexsearch.search.evaluate import by_rank
 from flexsearch.search.tuning import Tuned
 from flexsearch.simulate import Simulation
-from flexsearch.strategy import Options, Prediction, Strategy
+from flexsearch.strategy import Prediction, Strategy
 
 
 class Timed(Protocol):
@@ -140,12 +140,12 @@ class SearchResult:
         return self.strategy.prediction
 
 
-def runners_up(climbs: Iterable[Climbed], options: Options, taken: Iterable[float]) -> tuple[Tuned, ...]:
+def runners_up(climbs: Iterable[Climbed], taken: Iterable[float]) -> tuple[Tuned, ...]:
     """What climbs ended with and fits, the best first. Plans that take the same time are mostly one plan on devices
     that are alike: of each such the first, and none that takes a time in ``taken`` (s), as a baseline does."""
     seen, plans = set(taken), []
     for climbed in sorted(climbs, key=lambda climbed: by_rank(climbed.evaluation)):
         if climbed.evaluation.feasible and climbed.evaluation.time_s not in seen:
             seen.add(climbed.evaluation.time_s)
-            plans.append(Tuned(climbed.configs, options, climbed.evaluation))
+            plans.append(Tuned(climbed.configs, climbed.options, climbed.evaluation))
     return tuple(plans)

@@ -16,12 +16,12 @@ from flexsearch.quantities import MAX_COUNT
 from flexsearch.search.budget import Budget
 from flexsearch.search.climb import Climb, Climbed, Climber
 from flexsearch.search.climbs import ClimbSchedule, Plan
-from flexsearch.search.constants import ENOUGH, REBUCKET, SIMPLIFYING, WINDOW
+from flexsearch.search.constants import ENOUGH, NEAR, POLISH, REBUCKET, SIMPLIFYING, WINDOW
 from flexsearch.search.evaluate import Configs, Evaluation, better, by_rank
 from flexsearch.search.outcome import Improvement, Outcome, Progress, SearchResult, Trail, is_faster, runners_up
 from flexsearch.search.simpler import simpler
 from flexsearch.search.space import Rule
-from flexsearch.search.starts import GIVEN, in_order
+from flexsearch.search.starts import GIVEN, in_order, with_sizes
 from flexsearch.search.tuning import Tuned, best_options, candidates, evaluations, fitted, synchronised, whole_seconds
 from flexsearch.search.workers import Turn, Workers
 from flexsearch.simulate import Simulation, simulate
@@ -46,7 +46,6 @@ class Run:
     ) -> None:  # fmt: skip
         self.graph, self.topology, self.costs = graph, topology, costs
         self.options = options
-        """Options of the climbs and of the best plan: those that suit the best start."""
         self.seed, self.rule, self.budget, self.on_progress = seed, rule, budget, on_progress
         self.on_phase = on_phase or (lambda phase: None)
         self.climber = Climber(graph, topology, costs, options, seed, rule)
@@ -61,6 +60,8 @@ class Run:
         """Options that differ in their bucket size: what plans are tuned over."""
         self.standard: tuple[Options, ...] = ()
         """The first of them: what baselines are tuned over."""
+        self.near: list[Options] = []
+        """Those of climbs: the best plan's, then others with which some plan is hardly slower."""
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -100,9 +101,10 @@ class Run:
         if late:
             raise Stop(f"the budget of {self.budget.seconds:g} s was used up by the baselines")
         self._fit_baselines()
-        at = self.choices.index(self.options)
-        self.starts = {name: Plan(configs, table[name][at][1]) for name, configs in plans.items()}
-        self.evaluate.use(self.options)
+        at = self.choices.index(self.best.options)
+        self.starts = {name: Plan(configs, self.best.options, table[name][at][1]) for name, configs in plans.items()}
+        self.evaluate.use(self.best.options)
+        self.near = self._near(list(table.values()))
         self.began = self.improved = time.monotonic()
 
     def _evaluate(
@@ -136,8 +138,14 @@ class Run:
                 self.tuned[name] = best
                 self.outcomes[name] = self._outcome(best, lowering)
             if not self.history or better(best.evaluation, self.best.evaluation):
-                self.options = best.options
-                self._improve(0, Plan(best.configs, best.evaluation), name, "")
+                self._improve(0, Plan(best.configs, best.options, best.evaluation), name, "")
+
+    def _near(self, table: Sequence[Sequence[tuple[Options, Evaluation]]]) -> list[Options]:
+        """``near``. Of options that cost the same, the first: there, sizes make no difference."""
+        least, first = self.best.evaluation.cost, dict[float, Options]()
+        for k, options in enumerate(self.choices):
+            first.setdefault(min((row[k][1] for row in table), key=by_rank).cost, options)
+        return [self.best.options, *(first[cost] for cost in sorted(first) if least < cost <= (1.0 + NEAR) * least)]
 
     def _fit_baselines(self) -> None:
         """Give baselines the way to sum gradients that suits them best; let those that lack memory compute again, or
@@ -162,8 +170,8 @@ class Run:
             return "there is only one device: nothing to search"
         folds, order = in_order(self.climber, self.starts, self.found_in, self.rule, bool(self.before.climbs))
         self._schedule = ClimbSchedule(
-            order, folds, self.best, self.found_in, self.budget.proposals, self.climber.patience, self.before.climbs,
-            self._alternatives,
+            with_sizes(order, self.near), folds, self.best, self.found_in, self.budget.proposals,
+            self.climber.patience, self.before.climbs, self._alternatives,
         )  # fmt: skip
         self._processes = max(1, min(processes, WINDOW))
         setup = self.graph, self.topology, self.costs, self.options, self.seed, self.rule
@@ -187,7 +195,9 @@ class Run:
         optimal = any(c.optimal and not better(best, c.evaluation) for c in climbs)
         idle_s = 0.0 if total < self._alternatives and not optimal else now - self.improved  # 0: it has hardly begun
         waits = turned or not best.feasible  # then it goes on to the end
-        reason = self.budget.ended(now - self.began, 0.0 if waits else idle_s)
+        rate = total / max(now - self.began, 1e-9) / self._processes
+        look_s = self._look_s(rate) if optimal else 0.0
+        reason = self.budget.ended(now - self.began + look_s, 0.0 if waits else idle_s)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
             best_s = min(best, self.best.evaluation, key=by_rank).time_s
@@ -196,9 +206,14 @@ class Run:
             raise Stop(reason)
         left_s = self.budget.left(now - self.began, idle_s)
         if left_s and not turned:
-            rate = total / max(now - self.began, 1e-9) / self._processes
             polish = rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks
             self._turn_to_best(climbs, here, polish)
+
+    def _look_s(self, rate: float) -> float:
+        """Seconds that one look at every alternative takes, with so many proposals a second: where a local optimum is
+        made simpler, its alternatives are tried again. 0 if the budget is too short for that."""
+        seconds = self.climber.space.alternatives_on_blocks / rate if rate else inf
+        return seconds if self.budget.seconds and seconds <= POLISH * self.budget.seconds else 0.0
 
     def _turn_to_best(self, climbs: list[Climbed], here: int | None, polish: bool) -> None:
         """Raise Turn, to polish the best plan, unless one as good is a local optimum or on its way there; or if there
@@ -232,10 +247,10 @@ class Run:
                     improvement = Improvement(self.proposals + step.proposal, step.time_s, climbed.phase, step.move)
                     self.history.append(improvement)
             if better(climbed.evaluation, self.best.evaluation):
-                self.best = Plan(climbed.configs, climbed.evaluation, climbed.optimal)
+                self.best = Plan(climbed.configs, climbed.options, climbed.evaluation, climbed.optimal)
                 self.found_in = climbed.phase
             elif climbed.optimal and not self.best.optimal and self._instead(climbed):
-                self.best = Plan(climbed.configs, climbed.evaluation, True)
+                self.best = Plan(climbed.configs, climbed.options, climbed.evaluation, True)
             points = tuple((self.proposals + n, cost) for n, cost in climbed.curve)
             self.trails.append(Trail(climbed.phase, points))
             self.proposals += climbed.proposals
@@ -244,7 +259,7 @@ class Run:
     def _instead(self, climbed: Climbed) -> bool:
         """Whether a local optimum takes the place of the best plan, being the same or as good (but starts stay)."""
         as_good = by_rank(climbed.evaluation) == by_rank(self.best.evaluation) and self.found_in not in self.starts
-        return climbed.configs == self.best.configs or as_good
+        return (climbed.configs, climbed.options) == (self.best.configs, self.best.options) or as_good
 
     def _strategy(self, configs: Configs, options: Options) -> Strategy:
         named = {op.name: config for op, config in zip(self.graph.operators, configs, strict=True)}
@@ -256,9 +271,8 @@ class Run:
         tried = [(options, cost) for _, options, cost in evaluations(self.evaluate, {"": configs}, self.choices)]
         best = synchronised({"": best_options(configs, tried)}, self.evaluate, REBUCKET)[""]
         if better(best.evaluation, before) and best.evaluation.cost < (1.0 - REBUCKET) * before.cost:
-            self.options = best.options
-            self._improve(self.proposals, Plan(configs, best.evaluation), self.found_in, "bucket size")
-        self.evaluate.use(self.options)
+            self._improve(self.proposals, Plan(configs, best.options, best.evaluation), self.found_in, "bucket size")
+        self.evaluate.use(self.best.options)
 
     def _choose(self, margin: float | None) -> tuple[str, Estimate | None]:
         """Name of the baseline that is the answer, empty if the best plan is none; and the time of a plan that was set
@@ -270,7 +284,8 @@ class Run:
         aside = None
         if not name:
             limit = nextafter(baseline.evaluation.cost, 0.0) if baseline.evaluation.feasible else inf
-            end = inf if self.budget.seconds is None else time.monotonic() + SIMPLIFYING * self.budget.seconds
+            seconds = self.budget.seconds
+            end = inf if seconds is None else max(time.monotonic(), self.began + seconds) + SIMPLIFYING * seconds
             self.on_phase("making the plan simpler")
             self.best = simpler(self.climber, self.best, limit, end)
             self.on_phase("choosing the bucket size")
@@ -282,31 +297,31 @@ class Run:
                 return "", None
             aside, name = simulation.estimate, best_name
         elif better(now := self.best.evaluation, self.tuned[name].evaluation):  # by a size of the user's
-            self.tuned[name] = Tuned(self.best.configs, self.options, now)
+            self.tuned[name] = Tuned(self.best.configs, self.best.options, now)
             lowering = Lowering(self.graph, self.topology, self.costs)
             self.outcomes[name] = self._outcome(self.tuned[name], lowering)
         chosen = self.tuned[name]
-        optimal = self.best.optimal and self.best.configs == chosen.configs and self.options == chosen.options
-        self.options, self.best, self.found_in = chosen.options, Plan(chosen.configs, chosen.evaluation, optimal), name
-        self.evaluate.use(self.options)
+        optimal = self.best.optimal and (self.best.configs, self.best.options) == (chosen.configs, chosen.options)
+        self.best, self.found_in = Plan(chosen.configs, chosen.options, chosen.evaluation, optimal), name
+        self.evaluate.use(chosen.options)
         return name, aside
 
     def _simulation(self) -> Simulation:
         """Of the best plan."""
-        configs, options = self.best.configs, self.options
+        configs, options = self.best.configs, self.best.options
         if self._simulated is None or self._simulated[:2] != (configs, options):
             self._simulated = configs, options, simulate(self.evaluate.lower(configs))
         return self._simulated[2]
 
     def result(self, reason: str, margin: float | None, pins: tuple[str, ...]) -> SearchResult:
         """The best plan with all records; the best baseline if nothing beats it by the margin."""
-        self.evaluate.use(self.options)  # an interrupted choice of the bucket size leaves another one
         self._merge()
-        others = runners_up(self.climbs, self.options, (plan.evaluation.time_s for plan in self.tuned.values()))
+        self.evaluate.use(self.best.options)
+        others = runners_up(self.climbs, (plan.evaluation.time_s for plan in self.tuned.values()))
         name, aside = self._choose(margin)
         self.on_phase(INTERVAL)
         simulation = self.outcomes[name].simulation if name else self._simulation()
-        strategy = self._strategy(self.best.configs, self.options)
+        strategy = self._strategy(self.best.configs, self.best.options)
         strategy.prediction = Prediction(
             iteration_s=simulation.makespan_s,
             interval_s=simulation.estimate.interval_s,
@@ -314,7 +329,7 @@ class Run:
             peak_bytes=max(simulation.peak_bytes),
         )
         self.on_phase("working out the bound")
-        bound_s = lower_bound(self.graph, self.topology, self.costs, self.options).seconds
+        bound_s = lower_bound(self.graph, self.topology, self.costs, self.best.options).seconds
         strategy.search = Search(
             seed=self.seed, proposals=min(self.before.proposals + self.proposals, MAX_COUNT), start=self.found_in,
             climbs=min(self.before.climbs + len(self.climbs), MAX_COUNT), pins=pins, locally_optimal=self.best.optimal,

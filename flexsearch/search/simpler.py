@@ -31,7 +31,7 @@ def simpler(climber: Climber, best: Plan, limit: float, end: float) -> Plan:
         configs = simplify(climber.space, best.configs, climber.evaluate, limit=limit, stop=late)
         if configs == best.configs:
             break
-        best = Plan(configs, climber.evaluate(configs))
+        best = Plan(configs, best.options, climber.evaluate(configs))
         if polished:
             best = _polished(climber, best, late)
         if best.configs == configs:
@@ -55,4 +55,4 @@ def _polished(climber: Climber, best: Plan, late: Callable[[], bool]) -> Plan:
         ended = climber.polish.descend(
             configs, best.evaluation, sys.maxsize, climber.polish.all, look, SIMPLER
         )
-    return Plan(configs, climber.evaluate(configs), ended)
+    return Plan(configs, best.options, climber.evaluate(configs), ended)

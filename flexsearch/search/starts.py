@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Final
 
@@ -12,6 +13,7 @@ from flexsearch.search.constants import SAMPLES_FROM
 from flexsearch.search.evaluate import Configs
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Rule
+from flexsearch.strategy import Options
 
 GIVEN: Final = "the given plan"
 
@@ -27,7 +29,7 @@ def in_order(
     for name in sorted(plans, key=lambda name: (name != best, name != "data-parallel")):
         if not continued or name in (GIVEN, best):
             distinct.setdefault(plans[name].configs, name)
-    whole = [Start(name, configs, plans[name].evaluation) for configs, name in distinct.items()]
+    whole = [Start(name, configs, plans[name].options, plans[name].evaluation) for configs, name in distinct.items()]
     folds, folded = folded_starts(climber, whole) if rule is None else ((), [])
     order = sorted(folded, key=lambda start: start.rank)
     if folded and whole and whole[0].rank < order[0].rank:
@@ -35,6 +37,14 @@ def in_order(
     order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
     parallel, many = plans["data-parallel"], len(climber.topology.devices) >= SAMPLES_FROM
     if many and rule is None and parallel.configs in distinct:
-        start = Start("data-parallel, samples only", parallel.configs, parallel.evaluation, samples=True)
-        order.insert(0, start)
+        name, options = "data-parallel, samples only", parallel.options
+        order.insert(0, Start(name, parallel.configs, options, parallel.evaluation, samples=True))
     return folds, order
+
+
+def with_sizes(order: Sequence[Start], sizes: Sequence[Options]) -> list[Start]:
+    """The starts, each with all bucket sizes: the first start with one after the other, then the others in turns, so
+    that neighbours have different ones."""
+    n = len(sizes)
+    pairs = [(k, replace(start, options=sizes[(k + turn) % n])) for turn in range(n) for k, start in enumerate(order)]
+    return [start for _, start in sorted(pairs, key=lambda pair: pair[0] > 0)]

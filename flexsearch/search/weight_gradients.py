@@ -111,7 +111,7 @@ def _climb(
         share = left // (min(GRADIENT_STARTS, len(ranked)) - k)
         ended = interrupted = False
         try:
-            climber.climb(Climb(k, k, "weight gradients", start, share, now), watch)
+            climber.climb(Climb(k, k, "weight gradients", start, share, now, climber.options), watch)
         except (_Over, KeyboardInterrupt) as end:  # what the climb has reached by then counts
             ended, interrupted = True, isinstance(end, KeyboardInterrupt)
         if last:

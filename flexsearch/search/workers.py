@@ -158,7 +158,7 @@ class Workers:
                         return climb
                     if climb is not None:
                         self._next += 1
-                        self.ended[n] = Climbed(n, climb.phase, (), climb.best)
+                        self.ended[n] = Climbed(n, climb.phase, (), climb.options, climb.best)
                         continue
                     if len(self.ended) == n:
                         return None
