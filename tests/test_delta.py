@@ -288,7 +288,7 @@ def test_other_buckets_keep_the_plan_at_hand() -> None:
     space, rng = Space(graph, topology), np.random.default_rng(3)
     configs, new = space.random_plan(rng), space.random_plan(rng)
     simulator = DeltaSimulator(graph, topology, Costs(graph, topology), Options(), configs)
-    for bucket in (1, 4096, 25 * 2**20):
+    for bucket in (1, 4096, 25 * 2**20, 4096, 1):  # also ones that were left with a proposal pending
         options = Options(bucket_bytes=bucket)
         simulator.use(options)
         check_equal(simulator, configs, simulator.seconds, options)

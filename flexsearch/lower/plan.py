@@ -37,11 +37,12 @@ Numbers = Sequence[int] | npt.NDArray[np.uint32]
 
 class PlanRows:
     """Rows of the plans of one graph, one cut into stages and one set of options. ``plan`` is what compiled code takes;
-    fetch it again after anything here was called."""
+    fetch it again after anything here was called. ``arena``: of rows that are not in use any more."""
 
     def __init__(
-        self, lowering: Pieces, templates: Templates, options: Options, stages: Stages | None = None
-    ) -> None:
+        self, lowering: Pieces, templates: Templates, options: Options, stages: Stages | None = None,
+        arena: Arena | None = None,
+    ) -> None:  # fmt: skip
         graph, topology = lowering.graph, lowering.topology
         devices = len(topology.devices)
         self.lowering, self.templates, self.options = lowering, templates, options
@@ -52,7 +53,7 @@ class PlanRows:
         self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)
         self.wiring = templates.wiring
         self.table = make_block_table(lowering, self.blocks, self.stages, devices, options)
-        self.arena = Arena(len(self.blocks), topology, lowering.network)
+        self.arena = arena or Arena(len(self.blocks), topology, lowering.network)
         self.change = empty_change(self.wiring, len(graph.operators), len(self.blocks))
         self._plan: Plan
         self.clear()

@@ -72,6 +72,8 @@ class Templates:
         self._config_numbers: dict[tuple[int, OperatorConfig], int] = {}
         self._numbers: dict[tuple[int, Degrees, int, Shares], int] = {}
         self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
+        self._costs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
+        """By operator and extents of its pieces: where their times stand."""
         self._kinds = np.unique(lowering.costs.kinds)
         self._moves = _MOVES
         self._workspace, self._scratch = self._new_workspace(), self._new_scratch()
@@ -252,9 +254,10 @@ class Templates:
         if len(split.extents) > 1 or operator in self.lowering.readers:
             samples, part = self.lowering.samples(operator, config, split)
             piece_first = self._piece_columns.extend(count, extent=split.extent_of, samples=samples, part=part)
-        cost = self._times.size
-        for kind in self._kinds.tolist():
-            self._add_times(operator, split.extents, kind)
+        if (cost := self._costs.get((operator, split.extents))) is None:
+            cost = self._costs[operator, split.extents] = self._times.size
+            for kind in self._kinds.tolist():
+                self._add_times(operator, split.extents, kind)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
         return self._split_columns.add(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import nextafter
 
 from flexsearch.lower.templates import Templates
@@ -13,6 +13,7 @@ from flexsearch.search.constants import LOOK
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
 from flexsearch.search.space import Space
 from flexsearch.search.trials import empty_trials
+from flexsearch.strategy import Sharding
 
 Subject = tuple[int, ...]
 """Operators that change together, to the same config."""
@@ -38,6 +39,7 @@ class Polish:
 
     def __init__(self, evaluate: Evaluator, space: Space, chain: Chain) -> None:
         self.evaluate, self.space, self.chain = evaluate, space, chain
+        self._numbered: tuple[Templates | None, dict[tuple[int, Sharding], list[int]]] = None, {}
         self.classes: tuple[Subject, ...] = space.classes
         self.together: tuple[Subject, ...] = (*space.classes, *space.loose_classes, *space.alternating)
         self.all: tuple[Subject, ...] = (*self.together, *((i,) for i in space.by_importance))
@@ -59,9 +61,25 @@ class Polish:
         return True
 
     def _numbers(self, templates: Templates, subject: Subject, configs: Configs) -> Iterator[int]:
-        """Numbers of the alternatives of a subject's first operator."""
-        first = subject[0]
-        return (templates.config(first, config) for config in self.space.alternatives(first, configs))
+        """Numbers of the alternatives of a subject's first operator (``Space.alternatives``)."""
+        first, space = subject[0], self.space
+        nearby = (templates.config(first, space.fix(first, config)) for config in space.nearby(first, configs))
+        seen = {templates.config(first, configs[first])}
+        for number in chain(nearby, self._on_blocks(templates, first, configs[first].sharding)):
+            if number not in seen:
+                seen.add(number)
+                yield number
+
+    def _on_blocks(self, templates: Templates, operator: int, sharding: Sharding) -> Iterator[int]:
+        """Numbers of ``Space.on_blocks``, the same whenever an operator's turn comes; made as far as needed."""
+        if self._numbered[0] is not templates:
+            self._numbered = templates, {}
+        configs, key = self.space.on_blocks(operator, sharding), (templates.alike[operator], sharding)
+        numbers = self._numbered[1].setdefault(key, [])
+        for k, config in enumerate(configs):
+            if k == len(numbers):
+                numbers.append(templates.config(operator, self.space.fix(operator, config)))
+            yield numbers[k]
 
 
 class _Descent:

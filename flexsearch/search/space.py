@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from re import sub
 
@@ -257,13 +257,14 @@ class Space:
         storage, then every way to factor a divisor of the number of devices over its axes, on each aligned block."""
         now = configs[operator]
         seen = {now}
-        for config in self._alternatives(operator, configs):
+        for config in chain(self.nearby(operator, configs), self.on_blocks(operator, now.sharding)):
             candidate = self.fix(operator, config)
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
 
-    def _alternatives(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
+    def nearby(self, operator: int, configs: Sequence[OperatorConfig]) -> Iterator[OperatorConfig]:
+        """Those of ``alternatives`` that follow from a plan; not ``fixed``, and not all of them different."""
         op, now = self.graph.operators[operator], configs[operator]
         for link in self.propagation.links[operator]:
             back = next(x for x in self.propagation.links[link.target] if x.target == operator)
@@ -275,10 +276,13 @@ class Space:
             yield from (shared_out(op, now, speed) for speed in self.speeds)
         for renaming in self.meshes.relabelings:
             yield now.on(renaming[d] for d in now.devices)
-        model = self.model[operator]
-        if (on_blocks := self._blocks.get((model, now.sharding))) is None:
-            on_blocks = self._blocks[model, now.sharding] = tuple(self._on_blocks(op, now.sharding))
-        yield from on_blocks
+
+    def on_blocks(self, operator: int, sharding: Sharding) -> tuple[OperatorConfig, ...]:
+        """The other ``alternatives``: on aligned blocks."""
+        key = self.model[operator], sharding
+        if (on_blocks := self._blocks.get(key)) is None:
+            on_blocks = self._blocks[key] = tuple(self._on_blocks(self.graph.operators[operator], sharding))
+        return on_blocks
 
     @cached_property
     def alternatives_on_blocks(self) -> int:

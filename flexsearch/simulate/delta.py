@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from math import floor, inf
 from operator import is_not
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from flexsearch.lower.describe import drop, keep
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
-from flexsearch.simulate.account import missing_memory
+from flexsearch.simulate.account import Account, missing_memory
 from flexsearch.simulate.attempt import ENGINE, attempt
 from flexsearch.simulate.engine import LATE, Engine, Times
 from flexsearch.simulate.engine_delta import accept
@@ -41,6 +42,9 @@ _drop = direct(drop)
 _missing_memory = direct(missing_memory)
 
 Configs = Sequence[OperatorConfig]
+
+PREPARED: Final = 8
+"""For so many options, rows and account are kept: more than bucket sizes are tried for a plan."""
 
 
 class DeltaSimulator:
@@ -71,24 +75,31 @@ class DeltaSimulator:
         self.proposed = 0
         """Proposals so far."""
         self._pending, self._dirty, self._seconds = False, False, 0.0
-        self.seconds = 0.0
-        """Iteration time of the plan at hand, s."""
         self.rows: PlanRows
         self.engine: Engine
+        self._prepared: dict[str, tuple[PlanRows, Account, Sources]] = {}
+        """By options, of which only ``synchronise_by`` may be another: making these takes longer than a whole run."""
         numbers = [self.templates.config(i, config) for i, config in enumerate(configs)]
         self._asked = tuple(configs), np.array(numbers, np.uint32)
         """The plan that ``go_to`` was asked for last, and its numbers."""
         self._start(options, self._asked[1])
 
     def _start(self, options: Options, numbers: Numbers) -> None:
+        key = options.model_dump_json(exclude={"synchronise_by"})
+        if (prepared := self._prepared.pop(key, None)) is None:
+            arena = next((rows.arena for rows, *_ in self._prepared.values()), None)
+            rows = PlanRows(self.lowering, self.templates, options, self._stages, arena)
+            prepared = rows, *make_account(rows)
+        if len(self._prepared) == PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        self._prepared[key] = prepared
         self.options = options
-        self.rows = PlanRows(self.lowering, self.templates, options, self._stages)
+        self.rows, self.account, self._sources = prepared
+        self.rows.use(options)
         self.engine = Engine(self.rows.schedule, self.rows.machine)
-        self.account, self._sources = make_account(self.rows)
-        """Of the plan whose memory was asked for last."""
-        self._pending = self._dirty = False
         self.rows.set_numbers(range(len(numbers)), numbers)
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
+        """Iteration time of the plan at hand, s."""
 
     @property
     def configs(self) -> tuple[OperatorConfig, ...]:
@@ -195,15 +206,8 @@ class DeltaSimulator:
 
     def use(self, options: Options) -> None:
         """Go on under other options: templates do not depend on them. The optimizer must stay the same."""
-        numbers = self.rows.state.config.copy()
-        if options != self.options.model_copy(update={"synchronise_by": options.synchronise_by}):
-            self._start(options, numbers)
-            return
         self.reject()
-        self.options = options
-        self.rows.use(options)
-        self.rows.set_numbers(range(len(numbers)), numbers)
-        self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
+        self._start(options, self.rows.state.config.copy())
 
     def times(self) -> Times:
         """Start and end (ticks) of every row of the plan at hand. Drops a proposal."""

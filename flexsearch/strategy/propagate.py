@@ -71,6 +71,11 @@ def carry(
     where = {b: axes.index(a) for a, b in reversed(to.items())}  # an axis split twice follows the first dimension
     order = [where[b] for b in target.sizes if b in where]
     rest = [k for k in range(len(axes) + 1) if k not in order]
+    degrees = {b: config.degrees[k][1] for b, k in where.items()}
+    uneven = {b: shares[axes[k]] for b, k in where.items() if axes[k] in shares and target.roles[b] == "sample"}
+    order += rest
+    if not picked and order == sorted(order):
+        return make_config(target, degrees, config.devices, shares=uneven)
     grid = np.array(config.devices).reshape([parts for _, parts in config.degrees] + [config.replicas])
     for axis, index in picked:
         if axis in axes:
@@ -78,9 +83,7 @@ def carry(
             cut = chunks(source.sizes[axis], parts, shares.get(axis, ()))
             part = next(k for k, (_, high) in enumerate(cut) if index < high)
             grid = grid.take([part], axes.index(axis))
-    degrees = {b: config.degrees[k][1] for b, k in where.items()}
-    uneven = {b: shares[axes[k]] for b, k in where.items() if axes[k] in shares and target.roles[b] == "sample"}
-    return make_config(target, degrees, grid.transpose(order + rest).ravel().tolist(), shares=uneven)
+    return make_config(target, degrees, grid.transpose(order).ravel().tolist(), shares=uneven)
 
 
 class Propagation:
