@@ -203,6 +203,8 @@ class DeltaSimulator:
         self.options = options
         self.rows.use(options)
         self.rows.set_numbers(range(len(numbers)), numbers)
+        # The account compares configs; that of a plan with the same ones would keep the reshards of gradients at hand.
+        self.account, self._sources = make_account(self.rows)
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
 
     def times(self) -> Times:
