@@ -31,6 +31,7 @@ from flexsearch.topology.classes import fold_topology, foldings
 from tests.proposals import propose
 from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import in_turns, normed, tied
+from tests.test_recurrent import rnnlm
 
 Configs = tuple[OperatorConfig, ...]
 CASES = [
@@ -188,6 +189,23 @@ def test_blocks_in_which_other_pieces_make_gradients_are_not_alike() -> None:
         configs[i] = make_config(parts.part.operators[i], degrees | more, range(8))
     one, whole = (make(parts, tuple(configs), Options()) for make in (simulator, whole_simulator))
     assert peaks(one) * 4 != peaks(whole) and not is_even(one)
+
+
+def test_blocks_in_which_other_copies_are_sent_are_not_alike() -> None:
+    """Of the copies of a gradient, that is sent of which the device sends least so far."""
+    parts = folded(rnnlm, "k80:4", 4)
+    configs = list(baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part))
+    for cell, (degrees, devices) in enumerate([({"b": 2}, (1, 3)), ({}, (3,)), ({}, (0,)), ({}, (0, 1))]):
+        i = parts.part.index["lstm.layers.0" + (f"_{cell}" if cell else "")]
+        configs[i] = make_config(parts.part.operators[i], degrees, devices)
+    options = Options(synchronise_by="all-reduce")
+    one, whole = (make(parts, tuple(configs), options) for make in (simulator, whole_simulator))
+    sent = defaultdict[int, list[int]](list)
+    for weight in whole.lowering.lower(whole.configs, options).weights:
+        for exchange in weight.plan.sync.exchanges if weight.plan.sync else ():
+            if len({d // parts.devices for d in exchange.devices}) == 1:
+                sent[exchange.devices[0] // parts.devices].append(exchange.nbytes)
+    assert len({tuple(nbytes) for nbytes in sent.values()}) > 1 and not is_even(one)
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("p100:1", 2), ("p100:1", 4), ("p100:2", 4), ("ethernet-1g-4", 2)])
