@@ -197,7 +197,7 @@ def test_blocks_in_which_other_copies_are_sent_are_not_alike() -> None:
     configs = list(baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part))
     for cell, (degrees, devices) in enumerate([({"b": 2}, (1, 3)), ({}, (3,)), ({}, (0,)), ({}, (0, 1))]):
         i = parts.part.index["lstm.layers.0" + (f"_{cell}" if cell else "")]
-        configs[i] = make_config(parts.part.operators[i], degrees, devices)
+        configs[i] = make_config(parts.part.operators[i], degrees, devices).sharded(States.OPTIMIZER, 2)
     options = Options(synchronise_by="all-reduce")
     one, whole = (make(parts, tuple(configs), options) for make in (simulator, whole_simulator))
     sent = defaultdict[int, list[int]](list)
