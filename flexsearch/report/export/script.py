@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from copy import copy
-from textwrap import indent
+from textwrap import indent, wrap
 from typing import Final
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.report.export.file import File, literal
+from flexsearch.report.export.file import WIDTH, File, literal
 from flexsearch.report.export.layers import write_layers
 from flexsearch.report.export.pipeline import write_pipeline
 from flexsearch.report.units import seconds
@@ -60,7 +60,7 @@ def _head(file: File) -> str:
     if strategy.prediction is not None:
         time_s = strategy.prediction.iteration_s
         lines += [f"Predicted: {seconds(time_s)} a step with a global batch of {file.graph.batch}.", ""]
-    lines += [file.note, ""] if file.note else []
+    lines += [*wrap(file.note, WIDTH), ""] if file.note else []
     lines += ["Start one process for each device; rank r is device r of the plan. In the training script:", ""]
     where = "model.cuda()" if file.device == "cuda" else "model"
     use = ["dist.init_process_group()", f"model = apply_plan({where})"]
