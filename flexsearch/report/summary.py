@@ -94,7 +94,7 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
         rows = rows if shorter is None else shorter(rows)
         joined = told_apart(graph, _joined(graph, rows))
         by_treatment = _by_treatment(graph, joined, _treatments(graph, rows))
-        for groups in (joined, by_treatment) if by_treatment[0].layers != MAIN else (by_treatment,):
+        for groups in (joined, by_treatment) if not by_treatment[0].layers.startswith(MAIN) else (by_treatment,):
             others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
             rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
             if len(groups) + bool(rest) <= MOST:
@@ -226,10 +226,10 @@ def _by_treatment(
     result, whole = list[Group](), _flops(graph, groups)
     for text, members in same.items():
         layers = _names(graph, members, treatments)
-        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        more, share = f" and {len(layers) - 3} more" if len(layers) > 3 else "", _flops(graph, members) / (whole or 1.0)
         operators = tuple(sorted(i for group in members for i in group.operators))
-        if more and 2.0 * _flops(graph, members) > whole:
-            result.insert(0, Group(MAIN, text, operators))
+        if more and share > 0.5:
+            result.insert(0, Group(f"{MAIN} ({100 * share:.0f} % of the computing)", text, operators))
         else:
             result.append(Group(_listed(layers[:3]) + more, text, operators))
     return tuple(result)
