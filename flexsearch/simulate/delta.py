@@ -25,7 +25,7 @@ from flexsearch.lower.describe import drop, keep
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
-from flexsearch.simulate.account import missing_memory
+from flexsearch.simulate.account import forget, missing_memory
 from flexsearch.simulate.attempt import ENGINE, attempt
 from flexsearch.simulate.engine import LATE, Engine, Times
 from flexsearch.simulate.engine_delta import accept
@@ -203,8 +203,7 @@ class DeltaSimulator:
         self.options = options
         self.rows.use(options)
         self.rows.set_numbers(range(len(numbers)), numbers)
-        # The account compares configs; that of a plan with the same ones would keep the reshards of gradients at hand.
-        self.account, self._sources = make_account(self.rows)
+        forget(self.account)  # it compares configs; with the same ones it would keep the reshards of gradients
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
 
     def times(self) -> Times:
