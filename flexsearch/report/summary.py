@@ -107,7 +107,7 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
     """Groups of the same layers by the one layer that they are part of, "attention.query"; else with what they compute,
     "attention (einsum, softmax)", "attention (cat)"; and where that is the same, too, with its steps: "head (linear,
-    steps 0-9)"."""
+    steps 0-9)", "head (linear, 23 of 40 steps from 4 on)"."""
     same = Counter(group.layers for group in groups)
     groups = [_by_layer(graph, group) if same[group.layers] > 1 else group for group in groups]
     kinds = [tuple(dict.fromkeys(graph.operators[i].kind for i in group.operators)) for group in groups]
@@ -128,14 +128,22 @@ def _by_layer(graph: OperatorGraph, group: Group) -> Group:
     return group if others else Group(layer, group.treatment, group.operators)
 
 
-def _steps(graph: OperatorGraph, operators: Iterable[int]) -> str:
-    """What tells operators from others of their layer: how often it was called before, which their names end in."""
-    matches = (_CALL.search(graph.operators[i].name) for i in operators)
-    steps = sorted({int(match[1]) if match else 0 for match in matches})
+def _steps(graph: OperatorGraph, operators: Sequence[int]) -> str:
+    """What tells operators from others of their layer: how often it was called before, which their names end in; of
+    steps that do not follow each other only how many there are."""
+    layer = layer_of(graph, operators[0])
+    steps = _calls(graph, operators)
+    every = _calls(graph, (i for i in range(len(graph.operators)) if layer_of(graph, i) == layer))
     told = ranges(steps)
-    if told.count(",") < FEW:
-        return f", step{'s' if len(steps) > 1 else ''} {told}"
-    return f", {len(steps)} steps from {steps[0]} to {steps[-1]}"
+    if "," in told:
+        return f", {len(steps)} of {len(every)} steps from {min(steps)} on"
+    return f", step{'s' if len(steps) > 1 else ''} {told}"
+
+
+def _calls(graph: OperatorGraph, operators: Iterable[int]) -> set[int]:
+    """How often the layer of each operator was called before."""
+    matches = (_CALL.search(graph.operators[i].name) for i in operators)
+    return {int(match[1]) if match else 0 for match in matches}
 
 
 def _joined(graph: OperatorGraph, rows: Iterable[_Row]) -> tuple[Group, ...]:
