@@ -183,13 +183,13 @@ def _mainly(rows: Sequence[_Row]) -> list[_Row]:
 
 def _treatments(graph: OperatorGraph, rows: Iterable[_Row]) -> dict[str, set[str]]:
     """Of each layer, and each part of the model that has layers, the different treatments."""
-    found: dict[str, set[str]] = {}
+    by_part: dict[str, set[str]] = {}
     for row in rows:
         for layer in {layer_of(graph, i) for i in row.operators}:
             parts = layer.split(".")
             for k in range(len(parts)):
-                found.setdefault(".".join(parts[: k + 1]), set()).add(row.treatment)
-    return found
+                by_part.setdefault(".".join(parts[: k + 1]), set()).add(row.treatment)
+    return by_part
 
 
 def _names(graph: OperatorGraph, groups: Iterable[Group], treatments: Mapping[str, set[str]]) -> list[str]:
