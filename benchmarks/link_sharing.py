@@ -30,10 +30,10 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower.connections import connection_of
 from flexsearch.lower.program import make_machine
 from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, Schedule
+from flexsearch.simulate.engine import Engine
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited
 from flexsearch.topology.parts import FORMS
-from tests.engine_oracle import Simulation
 from tests.random_rows import Arena, Block, Communication
 
 MEGA = 10**6
@@ -166,7 +166,7 @@ def rank_main(repeats: int) -> None:
 
 
 def predicted(large: tuple[str, int], small: tuple[str, int], delay_s: float, rate: str) -> float:
-    """Seconds that the small one takes behind the large one, by the definition of simulated time."""
+    """Seconds that the small one takes behind the large one, as the simulator says."""
     units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
     bandwidth = float(rate[:-4]) * units[rate[-4:]] / 8
     topology = edited(Topology.load("ethernet-1g:2"), links=tuple(
@@ -186,10 +186,10 @@ def predicted(large: tuple[str, int], small: tuple[str, int], delay_s: float, ra
         group=np.zeros(2, np.uint32), action_first=none, action_last=once, block_first=none, block_last=once,
         microbatch=none, microbatches=once, final=none,
     )  # fmt: skip
-    machine = make_machine(topology, [np.inf, np.inf])._replace(contended=np.zeros(1, np.uint8))
-    simulation = Simulation(schedule, machine, arena.segments(), segment)
-    simulation.run()
-    return simulation.times[0, 0, True, 1][1] * TICK - delay_s
+    image = np.arange(len(topology.resources), dtype=np.uint32)
+    machine = make_machine(topology, [np.inf, np.inf], topology, image)._replace(contended=np.zeros(1, np.uint8))
+    times = Engine(schedule, machine).times(arena.segments(), segment)
+    return float(times.communication_end[0, 1] * TICK - delay_s)
 
 
 def _row(pricing: Pricing, kind: str, nbytes: int) -> Communication:

@@ -49,6 +49,19 @@ def graph(name: str) -> OperatorGraph:
     return import_model(model, inputs, loss, targets=targets, name=name)
 
 
+def test_a_file_says_that_pytorch_sums_gradients_by_all_reduces(cli: Cli) -> None:
+    of, topology = OperatorGraph.load("alexnet"), Topology.load("p100")
+    for way, notable in (("reduce-scatter", True), ("all-reduce", False)):
+        plan = baseline("data-parallel", of, topology, Options(synchronise_by=way))  # type: ignore[arg-type]
+        plan.save("plan.json")
+        said = cli("export", "plan.json", "-o", "apply.py")
+        assert said.code == 0 and ("by all-reduces, whatever the plan says" in said.out) == notable
+        assert ("instead of 42.2 ms" in said.out.replace("\n", " ")) == notable
+        assert ("PyTorch sums the gradients" in Path("apply.py").read_text()) == notable
+    sharded = layout(graph("mlp"), 4, states=States.WEIGHTS, options=Options(synchronise_by="bandwidth"))
+    assert "whatever" not in torch_file(sharded, graph("mlp"))  # fully_shard has reduce-scatters
+
+
 def plans() -> dict[str, tuple[str, Strategy, tuple[str, ...]]]:
     """By what they are: the model, the plan, and what its file must contain."""
     sharded = {"states": States.WEIGHTS, "options": FULL.model_copy(update={"reshard_after_forward": True})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.engine import Engine
-from flexsearch.strategy import OperatorConfig, Options, States
+from flexsearch.strategy import OperatorConfig, Options, States, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.changes import edited
@@ -30,6 +31,7 @@ from flexsearch.topology.classes import fold_topology, foldings
 from tests.proposals import propose
 from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import in_turns, normed, tied
+from tests.test_recurrent import rnnlm
 
 Configs = tuple[OperatorConfig, ...]
 CASES = [
@@ -175,6 +177,53 @@ def test_every_block_takes_part_in_data_parallelism_and_none_in_tensor_paralleli
     inside = parts.folded(data)
     assert inside is None or parts.unfold(inside) == data
     assert parts.folded(baseline("megatron", graph, topology).in_order(graph)) is None
+
+
+def test_blocks_in_which_other_pieces_make_gradients_are_not_alike() -> None:
+    """Of the copies of a gradient, that of the device which adds least is used: which one that is follows from all."""
+    parts = folded(transformer, "dgx-a100:4", 4)
+    degrees = {"b0": 2, "b1": 2}
+    configs = list(baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part))
+    for name, more in (("embed", {"d": 2}), ("head", {})):  # they share a table, of which embed reads halves
+        i = parts.part.index[name]
+        configs[i] = make_config(parts.part.operators[i], degrees | more, range(8))
+    one, whole = (make(parts, tuple(configs), Options()) for make in (simulator, whole_simulator))
+    assert peaks(one) * 4 != peaks(whole) and not is_even(one)
+
+
+def test_blocks_in_which_other_copies_are_sent_are_not_alike() -> None:
+    """Of the copies of a gradient, that is sent of which the device sends least so far."""
+    parts = folded(rnnlm, "k80:4", 4)
+    configs = list(baseline("data-parallel", parts.part, parts.folding.block).in_order(parts.part))
+    for cell, (degrees, devices) in enumerate([({"b": 2}, (1, 3)), ({}, (3,)), ({}, (0,)), ({}, (0, 1))]):
+        i = parts.part.index["lstm.layers.0" + (f"_{cell}" if cell else "")]
+        configs[i] = make_config(parts.part.operators[i], degrees, devices).sharded(States.OPTIMIZER, 2)
+    options = Options(synchronise_by="all-reduce")
+    one, whole = (make(parts, tuple(configs), options) for make in (simulator, whole_simulator))
+    sent = defaultdict[int, list[int]](list)
+    for weight in whole.lowering.lower(whole.configs, options).weights:
+        for exchange in weight.plan.sync.exchanges if weight.plan.sync else ():
+            if len({d // parts.devices for d in exchange.devices}) == 1:
+                sent[exchange.devices[0] // parts.devices].append(exchange.nbytes)
+    assert len({tuple(nbytes) for nbytes in sent.values()}) > 1 and not is_even(one)
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("p100:1", 2), ("p100:1", 4), ("p100:2", 4), ("ethernet-1g-4", 2)])
+def test_computing_slows_a_link_between_blocks_as_often_as_it_slows_the_one_that_it_stands_for(
+    name: str, replicas: int
+) -> None:
+    parts = fold(mlp(), in_turns(Topology.load(name), 1000, 1.5), replicas)
+    configs = Space(parts.part, parts.folding.block).random_plan(np.random.default_rng(0))
+    slowing = []
+    for one in (simulator(parts, configs, Options()), whole_simulator(parts, configs, Options())):
+        machine, by_link = one.rows.machine, defaultdict[int, list[int]](list)
+        for d, (first, last) in enumerate(pairwise(machine.slows.tolist())):
+            for link in machine.slowed[first:last]:
+                by_link[int(link)].append(d % parts.devices)
+        slowing.append(by_link)
+    assert slowing[1]
+    for link, devices in slowing[1].items():
+        assert sorted(slowing[0][int(parts.folding.image[link])]) == sorted(devices)
 
 
 def test_a_walk_over_folded_plans_is_simulated_as_plans_made_anew() -> None:

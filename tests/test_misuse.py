@@ -236,7 +236,8 @@ def test_a_fault_of_the_users_model_is_told_as_that(cli: Cli, fault: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("import no_such_module_of_mine", "no module named 'no_such_module_of_mine'"), ("def f(:", "SyntaxError"),
+    [("import no_such_module_of_mine", "no module named 'no_such_module_of_mine'. faulty.py imports it: install it"),
+     ("def f(:", "/faulty.py, line 1."), ("x = 1", "It has no function; write one"),
      ("import sys; sys.exit()", "sys.exit(None)"), ("1 / 0", "ZeroDivisionError")],
 )  # fmt: skip
 def test_a_module_that_cannot_be_imported_is_told_as_that(cli: Cli, text: str, words: str) -> None:

@@ -32,7 +32,7 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
-from flexsearch.report.summary import Group, layer_range, ranges, told_apart
+from flexsearch.report.summary import Group, layer_range, ranges, summarised, told_apart
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import treatment
 from flexsearch.search.space import Space
@@ -123,7 +123,8 @@ def test_what_most_of_the_computing_has_in_common_is_told_first() -> None:
     for i in odd:
         configs[i] = make_config(graph.operators[i], {}, range(4))
     told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
-    assert (told[0].layers, told[0].treatment) == ("most layers", "batch over the 8 GPUs of node0, node1")
+    assert re.fullmatch(r"most layers \(9\d % of the computing\)", told[0].layers)
+    assert told[0].treatment == "batch over the 8 GPUs of node0, node1"
     assert ("layers.1,4,6,9.attn.k_proj", "replicated on the 4 GPUs of node0") in [
         (g.layers, g.treatment) for g in told
     ]
@@ -146,7 +147,23 @@ def test_slices_of_a_sequence_take_no_lines_from_layers(every: int) -> None:
     assert not any("slice" in group.layers for group in told)
     assert {"encoder.layers.0-1", "decoder.layers.0-1"} <= {group.layers for group in layers}
     assert (other.layers, set(slices) & set(other.operators)) == ("other layers", set(other.operators))
-    assert re.fullmatch(r"\d+ other treatments? \(together 0 % of the computing\)", other.treatment)
+    assert re.fullmatch(r"\d+ other treatments \(hardly any computing\)", other.treatment)
+
+
+@pytest.mark.parametrize("others", [2, 30])
+def test_a_part_of_the_model_that_is_treated_alike_is_told_by_its_name(others: int) -> None:
+    graph, told = OperatorGraph.load("inception_v3"), dict[int, str]()
+    for i, op in enumerate(graph.operators):
+        told[i] = f"batch ({1 + i % others}) x channels (2) over 4 GPUs"
+        if re.match(r"blocks\.(4\.deep|9|10)\b", op.module):
+            told[i] = "height over 4 GPUs"
+        elif re.match(r"blocks\.[67]\.(deep|branch7)\.\d+\.conv", op.module):
+            told[i] = "channels over 4 GPUs"
+    names = {group.treatment: group.layers for group in summarised(graph, told)}
+    assert len(names) <= 10 and names["height over 4 GPUs"] == "blocks.4.deep, blocks.9-10"
+    assert names["channels over 4 GPUs"] == "blocks.6-7.branch7.0-2.conv, blocks.6-7.deep.0-4.conv"
+    rest = re.fullmatch(r"\d+ other treatments \(\d+ % of the computing\), most of them batch x channels", [*names][-1])
+    assert bool(rest) == (others == 30)
 
 
 def test_figures_have_three_digits_and_a_unit() -> None:
@@ -182,15 +199,16 @@ def test_steps_of_a_layer_and_layers_of_a_stack_that_lie_apart_have_names_of_the
     modules = [op.module for op in graph.operators]
     place = {module: k for k, module in enumerate(sorted(set(modules) - {"head"}))}
     steps = [i for i, module in enumerate(modules) if module == "head"]
+    place_of = {i: (12, 13, 13, 12, 14, 15)[k // 7] for k, i in enumerate(steps)}
     configs = [
-        make_config(op, {}, [place.get(op.module, 12 + min(3, steps.index(i) // 9) if i in steps else 0)])
-        for i, op in enumerate(graph.operators)
-    ]
+        make_config(op, {}, [place.get(op.module, place_of.get(i, 0))]) for i, op in enumerate(graph.operators)
+    ]  # fmt: skip
     told = groups(Lowering(graph, topology, Costs(graph, topology)).lower(tuple(configs), Options()))
     names = [group.layers for group in told]
     assert len(set(names)) == len(names) <= 10
     assert {"encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "attention.combine"} <= set(names)
-    assert "head (linear, steps 27-39)" in names
+    assert "head (linear, steps 7-20)" in names
+    assert any("head (linear, 14 of 40 steps from 0 on)" in name for name in names)
 
 
 def test_layers_in_a_list_of_layers_are_no_list_themselves() -> None:
@@ -266,6 +284,9 @@ def test_device_sets_have_names() -> None:
     assert device_set(cluster, range(4)) == "the 4 GPUs of node0"
     assert device_set(cluster, [5]) == "node1/gpu1"
     assert device_set(cluster, [0, 1, 2, 5]) == "GPUs 0-2,5"
+    assert device_set(cluster, [0, 1, 4, 5, 8, 9, 12, 13]) == "GPUs 0-1 of each host"
+    assert device_set(cluster, [1, 3, 5, 7]) == "GPUs 1,3 of each of node0, node1"
+    assert device_set(cluster, [2, 6, 10, 14]) == "GPU 2 of each host"
     many = Topology.load("p100:16")
     assert device_set(many, range(16, 48)) == "the 32 GPUs of node4..node11"
     assert device_set(many, [d for d in range(64) if d // 4 % 2]) == "GPUs " + ",".join(

@@ -361,7 +361,7 @@ def test_groups_that_shard_a_weight_gather_all_of_it() -> None:
     # 16 devices, half of the weight on each half of them
     layouts, here = Layouts(), planner("GPUs")
     need = tuple(Entry(d, ((8 * (d // 8), 8 * (d // 8) + 8), (0, 8)), d) for d in range(16))
-    plan = plan_weight([layouts.intern(need)], [True], States.WEIGHTS, ITEMSIZE, ITEMSIZE, here, layouts)
+    plan = plan_weight([layouts.intern(need)], [True], States.WEIGHTS, ITEMSIZE, ITEMSIZE, here, layouts, SHARED)
     values = np.arange(128.0).reshape(16, 8)
     held = carried(plan.forward[0], [part(values, entry) for entry in plan.storage])
     for entry, value in zip(need, held, strict=True):

@@ -19,6 +19,7 @@ from flexsearch.search.space import Space
 from flexsearch.search.tuning import Tuned, candidates, synchronised, tuned_baseline
 from flexsearch.setting import Setting
 from flexsearch.simulate import makespan
+from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.strategy import Options, Strategy
 from flexsearch.strategy.baselines import baseline
 from flexsearch.strategy.records import SynchroniseBy
@@ -26,7 +27,7 @@ from flexsearch.topology import Topology
 from tests.conftest import Cli
 from tests.ranks import cluster, pool
 from tests.test_baselines import cnn, mlp
-from tests.test_delta import TOPOLOGIES, normed, walk
+from tests.test_delta import TOPOLOGIES, normed, tied, walk
 from tests.test_numerics import _imported, _parallel, _single, agree
 from tests.test_states import slow_between_hosts
 
@@ -78,6 +79,18 @@ def test_ways_in_turn_cost_what_each_costs_alone() -> None:
             assert makespan(evaluate.lower(configs)) == alone(configs).time_s
             different.add((bucket, configs, alone(configs).time_s))
     assert len(different) > 2 * 5
+
+
+def test_memory_is_that_of_the_way_in_use() -> None:
+    graph, topology, costs = tied(), Topology.load("p100:2"), Costs(tied(), Topology.load("p100:2"))
+    configs, peaks = Space(graph, topology).random_plan(np.random.default_rng(6)), set()
+    simulator = DeltaSimulator(graph, topology, costs, Options(), configs)
+    for way in WAYS:
+        simulator.use(Options(synchronise_by=way))
+        alone = DeltaSimulator(graph, topology, costs, Options(synchronise_by=way), configs)
+        assert (simulator.peaks() == alone.peaks()).all()
+        peaks.add(tuple(alone.peaks()))
+    assert len(peaks) > 1
 
 
 def test_a_file_says_the_way_where_it_is_not_the_usual_one(tmp_path: Path) -> None:

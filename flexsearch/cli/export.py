@@ -46,29 +46,32 @@ def export(
     `flexsearch optimize --space native` searches only for plans that can be exported.
     """
     from flexsearch.output import write
+    from flexsearch.report.export import summing_note
     from flexsearch.strategy import Strategy
 
     check_outputs({"--output": output}, strategy, graph)
     plan = Strategy.load(strategy)
     setting = setting_of(strategy, plan, graph, None, None, Size(batch, seq), "--graph GRAPH")
-    text = _text(plan, setting.graph, to)
+    note = summing_note(plan, setting.graph) if to == "torch" else ""
+    text = _text(plan, setting.graph, to, note)
     if output is not None:
         write(output, text)
-    data = {"strategy": str(strategy), "to": to, "path": str(output) if output is not None else None, "text": text}
+    path = str(output) if output is not None else None
+    data = {"strategy": str(strategy), "to": to, "path": path, "note": note or None, "text": text}
 
     def human() -> None:
         if output is None:
             stdout.print(text, end="", soft_wrap=True)
         else:
-            stdout.print(f"Wrote {output}.", soft_wrap=True)
+            stdout.print(f"Wrote {output}. {note}".rstrip(), soft_wrap=True)
 
     show(as_json, data, human)
 
 
-def _text(plan: Strategy, graph: OperatorGraph, to: Target) -> str:
+def _text(plan: Strategy, graph: OperatorGraph, to: Target, note: str) -> str:
     from flexsearch.report.export import megatron_flags, torch_file, torchtitan_flags
 
     if to == "torch":
-        return torch_file(plan, graph)
+        return torch_file(plan, graph, note)
     flags = (torchtitan_flags if to == "torchtitan" else megatron_flags)(plan, graph)
     return " \\\n".join(f"{flag} {value}".rstrip() for flag, value in flags) + "\n"

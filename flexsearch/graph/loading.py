@@ -77,7 +77,7 @@ def _instead(target: Any, part: str) -> str:
     defined = [name for name, value in callables.items() if getattr(value, "__module__", None) == place]
     functions = [name for name in defined if isinstance(callables[name], FunctionType)]
     names = sorted(functions or defined or callables)
-    return f"It has: {', '.join(names[:20])}." if names else ""
+    return f"It has: {', '.join(names[:20])}." if names else f"It has no function; write one that returns {_EXPECTED}."
 
 
 @contextmanager
@@ -95,6 +95,8 @@ def _user_code(what: str) -> Iterator[None]:
 
 def _where(error: BaseException) -> str:
     """The last line of the user's own code that an error came through, as a sentence."""
+    if isinstance(error, SyntaxError) and error.filename:  # the file was read, but no line of it run
+        return f"It happened in {error.filename}, line {error.lineno}."
     own = str(Path(__file__).resolve().parent.parent)
     lines = [
         f"{frame.filename}, line {frame.lineno}"
@@ -171,7 +173,7 @@ def _imported(place: str) -> Iterator[None]:
         cause = error.__cause__
         if not isinstance(cause, ModuleNotFoundError):
             raise
-        raise ImportModelError(
-            f"cannot import {place}: no module named {cause.name!r}",
-            "Give an installed module, one in this folder, or a path to a .py file.",
-        ) from cause
+        remedy = "Give an installed module, one in this folder, or a path to a .py file."
+        if cause.name and cause.name not in (place, *(place[:k] for k, c in enumerate(place) if c == ".")):
+            remedy = f"{place} imports it: install it for this Python ({sys.executable})."
+        raise ImportModelError(f"cannot import {place}: no module named {cause.name!r}", remedy) from cause

@@ -14,7 +14,7 @@ import numpy as np
 from flexsearch.compiled import ONE, TWO, U32, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.cost.tally import Rates
-from flexsearch.lower.orbits import RECEIVES, SENDS, mixed
+from flexsearch.lower.orbits import RECEIVES, SENDS, mixed, number_of
 
 
 @lean
@@ -25,7 +25,7 @@ def connection_of(
     communications at once."""
     number = mixed(TWO if form == ALL_REDUCE or rates.by_group[form] == 1 else ONE)
     for k in range(first, last):
-        number += mixed(np.uint64(send[k]) * SENDS + SENDS)
+        number += number_of(send[k], SENDS)
     for k in range(begin, end):
-        number += mixed(np.uint64(receive[k]) * RECEIVES + RECEIVES)
+        number += number_of(receive[k], RECEIVES)
     return (number << ONE) | np.uint64(rates.two_at_once[form])

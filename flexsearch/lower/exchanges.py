@@ -89,7 +89,8 @@ def _is_folded(blocks: BlockMap, rows: Exchanges, first: Any, last: Any) -> Any:
 @lean
 def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: Any) -> Any:
     """Whether exchange ``x`` is the first of its orbit among those of its phase, from ``first`` on, which is noted. Of
-    exchanges among the same devices, the n-th belongs to the n-th orbit."""
+    exchanges among the same devices, the n-th belongs to the n-th orbit. Where it moves other amounts than the first,
+    blocks are not treated alike."""
     rows, orbits = workspace.exchanges, workspace.orbits
     orbits.own[x], orbits.digest[x], count = orbit_of(
         blocks, rows.send, _begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x]), rows.receive,
@@ -103,6 +104,8 @@ def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: An
         if orbits.digest[y] == orbits.digest[x] and orbits.missing[y] > ZERO:
             if before == ZERO:
                 orbits.missing[y] -= ONE
+                if rows.form[y] != rows.form[x] or rows.nbytes[y] != rows.nbytes[x]:
+                    blocks.lopsided[0] += ONE
                 return False
             before -= ONE
     orbits.missing[x] = count

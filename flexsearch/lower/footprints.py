@@ -9,7 +9,7 @@ import numpy as np
 from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.interned import Side
-from flexsearch.lower.orbits import BlockMap, place_of
+from flexsearch.lower.orbits import BlockMap, mixed, place_of
 from flexsearch.lower.traffic import NONE
 from flexsearch.lower.workspace import (
     FIRST,
@@ -55,9 +55,11 @@ class Landings(NamedTuple):
 
 @packed
 class Sums(NamedTuple):
-    """Where the rows of a reshard are added up, by device; zeros between two reshards."""
+    """Where the rows of a reshard are added up, by device; zeros between two reshards. ``used``: a hash of which of a
+    device's source entries are."""
 
     role: U8
+    used: U64
     copy: I64
     middle: I64
     staged: I64
@@ -108,13 +110,16 @@ def append_landing(
         two = result[PHASES] != ONE
         last = result[MOVE_MIDDLE] if two else result[MOVE_LAST]
         _cut(workspace, source, workspace.middle if two else destination, arriving, result[MOVE_FIRST], last, sums.role)
-    if blocks.replicas[0] > ONE:
-        _check_alike(sums, blocks)
-    _write(itemsize, sums, blocks.devices[0], landings, number, size)
     landings.used_first[number] = size[1]
     for k in range(entries):  # of a reshard for which there was no room elsewhere
         landings.used[size[1] + k] = 0
     note_used(workspace, size[1], landings.used)
+    if blocks.replicas[0] > ONE:
+        for k in range(entries):
+            device = np.uint64(source.device[k])
+            sums.used[device] = mixed(sums.used[device] + np.uint64(landings.used[size[1] + k]) + ONE)
+        _check_alike(sums, blocks)
+    _write(itemsize, sums, blocks.devices[0], landings, number, size)
     size[1] += entries
     return True
 
@@ -182,11 +187,14 @@ def _check_alike(sums: Sums, blocks: BlockMap) -> None:
     for d in range(blocks.devices[0], np.uint64(sums.role.shape[0])):
         place = place_of(blocks, d)
         beyond = beyond or sums.role[d] > 0 or sums.copy[d] > 0
+        alike = alike and sums.used[d] == sums.used[place]
         alike = alike and sums.role[d] == sums.role[place] and sums.copy[d] == sums.copy[place]
         alike = alike and sums.middle[d] == sums.middle[place] and sums.staged[d] == sums.staged[place]
         alike = alike and sums.staged_again[d] == sums.staged_again[place]
     if beyond and not alike:
         blocks.lopsided[0] += ONE
+    for every in range(np.uint64(sums.used.shape[0])):
+        sums.used[every] = 0
 
 
 @lean

@@ -73,6 +73,12 @@ def mixed(value: Any) -> Any:
 
 
 @lean
+def number_of(device: Any, role: Any) -> Any:
+    """A number for a device as one that SENDS or RECEIVES (``role``); a set of them has the sum."""
+    return mixed(np.uint64(device) * role + role)
+
+
+@lean
 def place_of(blocks: BlockMap, device: Any) -> Any:
     """Place of a device in its block."""
     device = np.uint64(device)
@@ -102,7 +108,7 @@ def _digest(blocks: BlockMap, devices: U32, first: Any, last: Any, turn: Any, ro
     """A number for a set of devices after a turn."""
     total = ZERO
     for k in range(first, last):
-        total += mixed(_turned(blocks, np.uint64(devices[k]), turn) * role + role)
+        total += number_of(_turned(blocks, np.uint64(devices[k]), turn), role)
     return total
 
 

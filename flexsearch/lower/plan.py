@@ -49,7 +49,7 @@ class PlanRows:
         self.stages = stages or Stages.one(devices)
         self.blocks = make_blocks(graph, options, self.stages, bool(lowering.readers))
         self.schedule = make_schedule(self.blocks, self.stages, devices)
-        self.machine = make_machine(topology, lowering.turns)
+        self.machine = make_machine(topology, lowering.turns, lowering.network, lowering.image)
         self.program = make_program(graph, topology, lowering, options, self.stages.microbatches)
         self.wiring = templates.wiring
         self.table = make_block_table(lowering, self.blocks, self.stages, devices, options)

@@ -135,13 +135,18 @@ def _read(graph: OperatorGraph, slot: dict[tuple[int, int], int]) -> Rows:
     return Rows([slot[c] for c in graph.consumers[t.name]] for t in graph.of_kind("parameter"))
 
 
-def make_machine(topology: Topology, turns: Sequence[float]) -> Machine:
-    """Devices and resources of a topology. ``turns``: seconds of a turn of each device, infinite if it takes none."""
+def make_machine(topology: Topology, turns: Sequence[float], network: Topology, image: U32) -> Machine:
+    """Devices and resources of a topology. ``turns``: seconds of a turn of each device, infinite if it takes none.
+    ``network``: the whole of which the topology is a block, ``image``: by resource of it, the topology's."""
     users = Counter(topology.processor_of)
     slowing = round(1024 * (1.0 - 1.0 / topology.communication.busy_factor))
     contended = max(users.values()) > 1 or topology.communication.takes_cpu or slowing > 0
-    links = topology.links_of_processors if slowing else {}
-    slowed = [links.get(processor, ()) for processor in topology.processor_of]
+    slowed: list[list[int]] = [[] for _ in topology.devices]
+    # Of a link that stands for several, one: as many devices slow it as that one, perhaps at the same place in blocks.
+    stands = set(np.unique(image, return_index=True)[1].tolist()) if slowing else set()
+    for d, processor in enumerate(network.processor_of if slowing else ()):
+        links = network.links_of_processors.get(processor, ())
+        slowed[d % len(slowed)] += [int(image[link]) for link in links if link in stands]
     return Machine(
         processor=np.array(topology.processor_of, np.uint32),
         turn=np.array([NEVER if s == inf else round(s / TICK) for s in turns], np.int64),

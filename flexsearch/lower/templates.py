@@ -183,7 +183,10 @@ class Templates:
             "itemsize": np.array([own for own, _ in sizes], np.int64),
             "gradient_itemsize": np.array([gradient for _, gradient in sizes], np.int64),
             "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
-            "sums": Sums(np.zeros(devices, np.uint8), *(np.zeros(devices, np.int64) for _ in range(4))),
+            "sums": Sums(
+                np.zeros(devices, np.uint8), np.zeros(devices, np.uint64),
+                *(np.zeros(devices, np.int64) for _ in range(4)),
+            ),
             "ruled": np.zeros(1, np.uint8), "full": np.zeros(1, np.uint8),
         }  # fmt: skip
 

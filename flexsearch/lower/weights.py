@@ -12,7 +12,6 @@ import numpy as np
 from flexsearch.compiled import I64, U32
 from flexsearch.graph import Flow
 from flexsearch.lower.layout import Laid, Layout, Layouts
-from flexsearch.lower.moves import SHARED
 from flexsearch.lower.planner import store
 from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
 from flexsearch.strategy import OVER_ALL, Sharding, States
@@ -40,7 +39,7 @@ class WeightPlan:
 
 def plan_weight(
     needs: Sequence[Laid], flows: Sequence[Flow], sharding: int, itemsize: int, gradient_itemsize: int,
-    planner: Planner, layouts: Layouts, sums: Any = SHARED,
+    planner: Planner, layouts: Layouts, sums: Any,
 ) -> WeightPlan:  # fmt: skip
     """``needs[e]``: layout in which the readers of edge e want the weight; ``flows[e]``: whether they read it, and
     whether they make gradients. ``sharding``: rank of its ``Sharding``; ``itemsize``, ``gradient_itemsize``: bytes of

@@ -1,8 +1,9 @@
 """A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
 
 Layers are rolled up over the numbered blocks of the model. Operators that neither compute nor have weights, such as
-slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, layers that differ
-from their kind are counted, too, and at last only the groups in which most is computed are told one by one.
+slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, treatments are told
+once each, with the largest parts of the model that have it, layers that differ from their kind are counted, too, and
+at last only the groups in which most is computed are told one by one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MAIN: Final = "most layers"
 """Those of the treatment that has most of the computing, where they are too many to name."""
 MAINLY: Final = 0.8
 """A layer's operators (steps, blocks) are told by what so many of them have in common."""
+NOTABLE: Final = 0.0005
+"""Share of the computing from which on it is given."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name that is a number
 _CALL = re.compile(r"_(\d+)$")
 
@@ -90,8 +93,8 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
     for shorter in (None, _mainly):
         rows = rows if shorter is None else shorter(rows)
         joined = told_apart(graph, _joined(graph, rows))
-        by_treatment = _by_treatment(graph, joined)
-        for groups in (joined, by_treatment) if by_treatment[0].layers != MAIN else (by_treatment,):
+        by_treatment = _by_treatment(graph, joined, _treatments(graph, rows))
+        for groups in (joined, by_treatment) if not by_treatment[0].layers.startswith(MAIN) else (by_treatment,):
             others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
             rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
             if len(groups) + bool(rest) <= MOST:
@@ -104,7 +107,7 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
     """Groups of the same layers by the one layer that they are part of, "attention.query"; else with what they compute,
     "attention (einsum, softmax)", "attention (cat)"; and where that is the same, too, with its steps: "head (linear,
-    steps 0-9)"."""
+    steps 0-9)", "head (linear, 23 of 40 steps from 4 on)"."""
     same = Counter(group.layers for group in groups)
     groups = [_by_layer(graph, group) if same[group.layers] > 1 else group for group in groups]
     kinds = [tuple(dict.fromkeys(graph.operators[i].kind for i in group.operators)) for group in groups]
@@ -125,14 +128,22 @@ def _by_layer(graph: OperatorGraph, group: Group) -> Group:
     return group if others else Group(layer, group.treatment, group.operators)
 
 
-def _steps(graph: OperatorGraph, operators: Iterable[int]) -> str:
-    """What tells operators from others of their layer: how often it was called before, which their names end in."""
-    matches = (_CALL.search(graph.operators[i].name) for i in operators)
-    steps = sorted({int(match[1]) if match else 0 for match in matches})
+def _steps(graph: OperatorGraph, operators: Sequence[int]) -> str:
+    """What tells operators from others of their layer: how often it was called before, which their names end in; of
+    steps that do not follow each other only how many there are."""
+    layer = layer_of(graph, operators[0])
+    steps = _calls(graph, operators)
+    every = _calls(graph, (i for i in range(len(graph.operators)) if layer_of(graph, i) == layer))
     told = ranges(steps)
-    if told.count(",") < FEW:
-        return f", step{'s' if len(steps) > 1 else ''} {told}"
-    return f", {len(steps)} steps from {steps[0]} to {steps[-1]}"
+    if "," in told:
+        return f", {len(steps)} of {len(every)} steps from {min(steps)} on"
+    return f", step{'s' if len(steps) > 1 else ''} {told}"
+
+
+def _calls(graph: OperatorGraph, operators: Iterable[int]) -> set[int]:
+    """How often the layer of each operator was called before."""
+    matches = (_CALL.search(graph.operators[i].name) for i in operators)
+    return {int(match[1]) if match else 0 for match in matches}
 
 
 def _joined(graph: OperatorGraph, rows: Iterable[_Row]) -> tuple[Group, ...]:
@@ -170,21 +181,65 @@ def _mainly(rows: Sequence[_Row]) -> list[_Row]:
     return shorter
 
 
-def _by_treatment(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
+def _treatments(graph: OperatorGraph, rows: Iterable[_Row]) -> dict[str, set[str]]:
+    """Of each layer, and each part of the model that has layers, the different treatments."""
+    by_part: dict[str, set[str]] = {}
+    for row in rows:
+        for layer in {layer_of(graph, i) for i in row.operators}:
+            parts = layer.split(".")
+            for k in range(len(parts)):
+                by_part.setdefault(".".join(parts[: k + 1]), set()).add(row.treatment)
+    return by_part
+
+
+def _names(graph: OperatorGraph, groups: Iterable[Group], treatments: Mapping[str, set[str]]) -> list[str]:
+    """Layers of the same treatment by the largest parts of the model that have no other: "blocks.4.deep"; numbers that
+    tell such names apart in short: "blocks.5-7.deep"."""
+    names: dict[str, None] = {}
+    for group in sorted(groups, key=lambda group: group.operators[0]):
+        layers = dict.fromkeys(layer_of(graph, i) for i in group.operators)
+        if any(len(treatments[layer]) > 1 for layer in layers):
+            names[group.layers] = None  # only some operators of a layer
+            continue
+        for layer in layers:
+            while len(treatments.get(parent := layer.rpartition(".")[0], ())) == 1:
+                layer = parent
+            names[layer] = None
+    for place in (-1, 0):
+        numbers: dict[str, list[int]] = {}
+        for name in names:
+            matches = list(_NUMBER.finditer(name))
+            match = matches[place] if matches else None
+            pattern = name[: match.start()] + "*" + name[match.end() :] if match else name
+            numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
+        names = {name.replace("*", ranges(own), 1): None for name, own in numbers.items()}
+    return list(names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in a row, of those with the same parent the first in full: "attn.k_proj, v_proj"."""
+    parents = [name.rpartition(".")[0] for name in names]
+    pairs = zip(names, parents, ["", *parents], strict=False)
+    return ", ".join(name[len(own) + 1 :] if own and own == before else name for name, own, before in pairs)
+
+
+def _by_treatment(
+    graph: OperatorGraph, groups: Sequence[Group], treatments: Mapping[str, set[str]]
+) -> tuple[Group, ...]:  # fmt: skip
     """Each treatment once, with the first few of its layers. The one of most of the computing comes first: other lines
-    are exceptions from it."""
+    are exceptions from it. ``treatments``: see ``_treatments``."""
     same: dict[str, list[Group]] = {}
     for group in groups:
         same.setdefault(group.treatment, []).append(group)
     result, whole = list[Group](), _flops(graph, groups)
     for text, members in same.items():
-        layers = list(dict.fromkeys(group.layers for group in members))
-        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        layers = _names(graph, members, treatments)
+        more, share = f" and {len(layers) - 3} more" if len(layers) > 3 else "", _flops(graph, members) / (whole or 1.0)
         operators = tuple(sorted(i for group in members for i in group.operators))
-        if more and 2.0 * _flops(graph, members) > whole:
-            result.insert(0, Group(MAIN, text, operators))
+        if more and share > 0.5:
+            result.insert(0, Group(f"{MAIN} ({100 * share:.0f} % of the computing)", text, operators))
         else:
-            result.append(Group(", ".join(layers[:3]) + more, text, operators))
+            result.append(Group(_listed(layers[:3]) + more, text, operators))
     return tuple(result)
 
 
@@ -209,6 +264,18 @@ def _counted(graph: OperatorGraph, rest: Sequence[Group], told: Sequence[Group])
     """Groups as one that says how many treatments they have; ``told``: those that have lines of their own."""
     operators = tuple(sorted(i for group in rest for i in group.operators))
     share = _flops(graph, rest) / (_flops(graph, (*rest, *told)) or 1.0)
-    count = len({group.treatment for group in rest})
-    text = f"{count} other treatment{'s' if count > 1 else ''} (together {100 * share:.2g} % of the computing)"
-    return Group("other layers", text, operators)
+    notable = share >= NOTABLE
+    words = f"{100 * share:.2g} % of the computing" if notable else "hardly any computing"
+    treatments = sorted({group.treatment for group in rest})
+    if len(treatments) == 1:
+        return Group("other layers", f"{treatments[0]} ({words})", operators)
+    common = Counter(map(_split_of, treatments)).most_common(2)
+    most = notable and 2 * sum(count for _, count in common) >= len(treatments)
+    tail = f", most of them {' or '.join(split for split, _ in common)}" if most else ""
+    return Group("other layers", f"{len(treatments)} other treatments ({words}){tail}", operators)
+
+
+def _split_of(treatment: str) -> str:
+    """By what a treatment splits layers, wherever they run and into however many parts."""
+    split = re.split(" over | on ", treatment)[0]
+    return "on one device" if treatment.startswith("on ") else re.sub(r" \(\d+\)", "", split)

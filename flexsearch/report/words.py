@@ -43,7 +43,7 @@ def axis_word(op: Operator, axis: str, images: bool = False) -> str:
 
 
 def device_set(topology: Topology, devices: Iterable[int]) -> str:
-    """Devices in words: "4 hosts", "node1", "the 8 GPUs of node0, node1", "devices 0-3"."""
+    """Devices in words: "4 hosts", "node1", "the 8 GPUs of node0, node1", "GPUs 0-1 of each host", "devices 0-3"."""
     chosen = sorted(set(devices))
     per_host: dict[str, list[int]] = {}
     for index, device in enumerate(topology.devices):
@@ -58,10 +58,24 @@ def device_set(topology: Topology, devices: Iterable[int]) -> str:
         if len(hosts) == len(chosen):
             return f"{len(hosts)} hosts"
         return f"{len(chosen)} {noun}" + (f" on {len(hosts)} hosts" if len(hosts) > 1 else "")
-    names = _host_names(hosts, list(per_host)) if complete else ""
-    if not names:
+    names = _host_names(hosts, list(per_host))
+    if not complete and (places := _same_places(topology, chosen, per_host)):
+        of = "each host" if len(hosts) == len(per_host) else f"each of {names}" if names else ""
+        if of:
+            return f"{noun if len(places) > 1 else noun[:-1]} {ranges(places)} of {of}"
+    if not complete or not names:
         return f"{noun} {ranges(chosen)}"
     return f"{len(hosts)} hosts ({names})" if len(hosts) == len(chosen) else f"the {len(chosen)} {noun} of {names}"
+
+
+def _same_places(topology: Topology, chosen: Sequence[int], per_host: dict[str, list[int]]) -> tuple[int, ...]:
+    """The places in their hosts of devices that are the same ones of several hosts; else none."""
+    places: dict[str, list[int]] = {}
+    for device in chosen:
+        host = topology.devices[device].host
+        places.setdefault(host, []).append(per_host[host].index(device))
+    alike = {tuple(own) for own in places.values()}
+    return alike.pop() if len(places) > 1 and len(alike) == 1 else ()
 
 
 def _host_names(hosts: Sequence[str], every: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import FOUR, I64, ONE, THREE, TWO, U8, U32, U64, ZERO, lean
-from flexsearch.lower.arrays import State
+from flexsearch.lower.arrays import NOTHING, State
 from flexsearch.lower.rows import FORWARD, GATHER, Schedule
 from flexsearch.packed import packed
 from flexsearch.simulate.lifetimes import list_spans
@@ -59,6 +59,14 @@ class Account(NamedTuple):
     round: U64
     touched: U32
     number: U64
+
+
+def forget(account: Account) -> None:
+    """Make it the account of no plan."""
+    account.empty[0] = 1
+    account.state.config[:] = NOTHING
+    for column in (account.cells, account.net, account.high, account.stale, account.changed, account.peak):
+        column[:] = 0
 
 
 @lean

@@ -26,7 +26,7 @@ from flexsearch.lower.describe import drop, keep
 from flexsearch.lower.plan import Numbers, PlanRows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.templates import Templates
-from flexsearch.simulate.account import Account, missing_memory
+from flexsearch.simulate.account import Account, forget, missing_memory
 from flexsearch.simulate.attempt import ENGINE, attempt
 from flexsearch.simulate.engine import LATE, Engine, Times
 from flexsearch.simulate.engine_delta import accept
@@ -96,6 +96,7 @@ class DeltaSimulator:
         self.options = options
         self.rows, self.account, self._sources = prepared
         self.rows.use(options)
+        forget(self.account)  # it compares configs; with the same ones it would keep the reshards of gradients
         self.engine = Engine(self.rows.schedule, self.rows.machine)
         self.rows.set_numbers(range(len(numbers)), numbers)
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK

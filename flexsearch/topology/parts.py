@@ -49,7 +49,7 @@ simulation allows; 500 kB predict what ``benchmarks/link_sharing.py`` measures. 
 by their buffers, of 4 MiB each (``NCCL_BUFFSIZE``), so that activations do not wait for the whole all-reduce of a
 layer's gradients."""
 FORMER_TURN_BYTES: Final = 3_000_000
-"""What files of earlier versions say for gloo where nobody chose anything else: it means today's."""
+"""What files of earlier versions say for gloo where nobody chose anything else."""
 
 
 def _name(value: str) -> str:
@@ -204,8 +204,6 @@ class Communication(FileModel):
             if backend == "nccl" and not factors.keys() & set(COLLECTIVES):
                 defaults["groups"] = GROUPS
             factors = {**FACTORS[backend], **factors}
-        if backend == "gloo" and data.get("turn_bytes") == FORMER_TURN_BYTES:
-            data = {key: value for key, value in data.items() if key != "turn_bytes"}
         return {**defaults, **data, "factors": factors}
 
     @field_validator("factors", "cpu_by_form", "tensor_by_form")
@@ -246,13 +244,14 @@ class Communication(FileModel):
         return form in COLLECTIVES and form in ONE_CALL[self.backend]
 
     def assumed(self) -> set[str]:
-        """Fields that files had not always: those of them that are as the backend's own figures."""
+        """Fields that files had not always: those of them that are as the backend's own figures, or former ones."""
         usual = Communication(backend=self.backend, overhead_s=self.overhead_s)
         later = (
             "message_s", "groups", "turn_bytes", "cpu_s", "cpu_by_form", "busy_factor", "pack_s_per_byte",
             "tensor_by_form",
         )  # fmt: skip
-        return {name for name in later if getattr(self, name) == getattr(usual, name)}
+        former = {"turn_bytes"} if self.backend == "gloo" and self.turn_bytes == FORMER_TURN_BYTES else set()
+        return former | {name for name in later if getattr(self, name) == getattr(usual, name)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ WIDTH = 110
 @dataclass
 class File:
     """``imports``: names by module; "" are whole modules. ``layers``: lines of the function that makes ``model``
-    parallel."""
+    parallel. ``note``: in what it differs from the plan."""
 
     graph: OperatorGraph
     strategy: Strategy
@@ -28,6 +28,7 @@ class File:
     constants: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     layers: list[str] = field(default_factory=list)
+    note: str = ""
 
     def needs(self, module: str, *names: str) -> None:
         """Import names of a module."""

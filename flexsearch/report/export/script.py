@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from textwrap import indent
+from copy import copy
+from textwrap import indent, wrap
+from typing import Final
 
 from flexsearch.graph import OperatorGraph
-from flexsearch.report.export.file import File, literal
+from flexsearch.report.export.file import WIDTH, File, literal
 from flexsearch.report.export.layers import write_layers
 from flexsearch.report.export.pipeline import write_pipeline
 from flexsearch.report.units import seconds
+from flexsearch.simulate.staged import step_of_strategy
 from flexsearch.strategy import States, Strategy
 from flexsearch.strategy.native import torch_plan
 
+_NOTABLE: Final = 0.002
+"""Share of a step by which all-reduces must change its predicted time for a file to say so."""
 
-def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
-    """The text of a file with ``apply_plan``. Raises StrategyError with the first operator or option of the plan that
-    PyTorch's parts cannot express."""
+
+def torch_file(strategy: Strategy, graph: OperatorGraph, note: str | None = None) -> str:
+    """The text of a file with ``apply_plan``. ``note``: what ``summing_note`` says. Raises StrategyError with the first
+    operator or option of the plan that PyTorch's parts cannot express."""
     plan = torch_plan(strategy, graph)
-    file = File(graph, strategy, plan)
+    file = File(graph, strategy, plan, note=summing_note(strategy, graph) if note is None else note)
     _mesh(file)
     write_layers(file)
     if plan.pipeline > 1:
@@ -29,6 +35,23 @@ def torch_file(strategy: Strategy, graph: OperatorGraph) -> str:
     return file.text(_head(file), f"def apply_plan(model: nn.Module) -> nn.Module:\n{doc}{layers}")
 
 
+def summing_note(strategy: Strategy, graph: OperatorGraph) -> str:
+    """That replicas of whole weights sum gradients by all-reduces in PyTorch, where that is not as fast as what the
+    plan says; empty if it is. Raises StrategyError as ``torch_file``."""
+    plan, options = torch_plan(strategy, graph), strategy.options
+    if plan.data == 1 or plan.states > States.OPTIMIZER or options.synchronise_by == "all-reduce":
+        return ""
+    other = copy(strategy)
+    other.options = options.model_copy(update={"synchronise_by": "all-reduce"})
+    own_s, other_s = (step_of_strategy(graph, each).makespan_s for each in (strategy, other))
+    if abs(other_s / own_s - 1.0) < _NOTABLE:
+        return ""
+    return (
+        f"PyTorch sums the gradients of replicas by all-reduces, whatever the plan says (synchronise_by: "
+        f"{options.synchronise_by}): {seconds(other_s)} a step by the simulator, instead of {seconds(own_s)}."
+    )
+
+
 def _head(file: File) -> str:
     plan, strategy = file.plan, file.strategy
     sizes = (("data", plan.data), ("pipeline", plan.pipeline), ("tensor", plan.tensor))
@@ -37,6 +60,7 @@ def _head(file: File) -> str:
     if strategy.prediction is not None:
         time_s = strategy.prediction.iteration_s
         lines += [f"Predicted: {seconds(time_s)} a step with a global batch of {file.graph.batch}.", ""]
+    lines += [*wrap(file.note, WIDTH), ""] if file.note else []
     lines += ["Start one process for each device; rank r is device r of the plan. In the training script:", ""]
     where = "model.cuda()" if file.device == "cuda" else "model"
     use = ["dist.init_process_group()", f"model = apply_plan({where})"]
