@@ -242,7 +242,7 @@ def test_following_is_legal_and_keeps_tensors_where_they_are(name: str, data: st
     (p, pc), (c, cc) = ((a, config), (b, other)) if link.forward else ((b, other), (a, config))
     shapes = {t.name: t.shape for t in graph.tensors}
     made, read = (
-        Splitter(x, [shapes[t] for t in x.inputs], [shapes[t] for t in x.outputs], Layouts()).placement(config)
+        Splitter(x, [shapes[t] for t in x.inputs], [shapes[t] for t in x.outputs], Layouts()).pieces(config)
         for x, config in ((p, pc), (c, cc))
     )
     assert reshard(made.writes[0], read.reads[c.inputs.index(link.tensor)], 4, topology).trivial

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from flexsearch.lower.actions import Action
 from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
-from flexsearch.lower.order import Order
+from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Weight
 from flexsearch.lower.reading import sample_bytes
 from flexsearch.lower.recipe_rows import RecipeBlock
@@ -81,47 +82,36 @@ class Rows:
     recipes: Mapping[int, RecipeBlock] = field(default_factory=dict)
 
 
-class Described(Protocol):
+@dataclass(frozen=True)
+class Described:
     """What of a lowered strategy (``Lowered``) its tasks follow from."""
 
-    @property
-    def lowering(self) -> Pieces: ...
+    lowering: Pieces
+    graph: OperatorGraph
+    topology: Topology
+    configs: tuple[OperatorConfig, ...]
+    edges: tuple[Edge, ...]
+    weights: tuple[Weight, ...]
+    edge_of: Mapping[tuple[int, int], int]
+    result_edges: Mapping[str, int]
+    update_edges: Mapping[str, int]
+    stages: Stages
+    rows: Rows
 
-    @property
-    def graph(self) -> OperatorGraph: ...
+    @cached_property
+    def communications(self) -> Communications:
+        """What the rows communicate."""
+        return Communications(self)
 
-    @property
-    def topology(self) -> Topology: ...
+    @cached_property
+    def order(self) -> Order:
+        """What the rows wait for."""
+        return order_of(self.rows)
 
-    @property
-    def configs(self) -> Sequence[OperatorConfig]: ...
-
-    @property
-    def edges(self) -> Sequence[Edge]: ...
-
-    @property
-    def weights(self) -> Sequence[Weight]: ...
-
-    @property
-    def edge_of(self) -> Mapping[tuple[int, int], int]: ...
-
-    @property
-    def result_edges(self) -> Mapping[str, int]: ...
-
-    @property
-    def update_edges(self) -> Mapping[str, int]: ...
-
-    @property
-    def stages(self) -> Stages: ...
-
-    @property
-    def rows(self) -> Rows: ...
-
-    @property
-    def communications(self) -> Communications: ...
-
-    @property
-    def order(self) -> Order: ...
+    @cached_property
+    def tasks(self) -> TaskGraph:
+        """The rows as tasks."""
+        return task_graph(self)
 
 
 class Actions:
