@@ -259,7 +259,7 @@ class _Walk:
     def _make(self, i: int, kind: TaskKind) -> None:
         """The outputs of a pass of an operator, and their copies for those that read them there."""
         graph, lowered, op, rule = self.graph, self.lowered, self.graph.operators[i], self.rules[i]
-        placement, again = lowered.placed[i].placement, kind == TaskKind.RECOMPUTE
+        placement, again = lowered.placed[i], kind == TaskKind.RECOMPUTE
         if op.half == "weights":  # only a gradient
             return
         held = self.held_again if again else self.held

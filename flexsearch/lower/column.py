@@ -31,12 +31,3 @@ class Columns:
             self.arrays[name][at:end] = column
         self.size = end
         return at
-
-    def add(self, **values: int) -> int:
-        """Append one value to each column. Returns where they stand."""
-        if (at := self.size) == self.room:
-            return self.extend(1, **values)
-        for name, value in values.items():
-            self.arrays[name][at] = value
-        self.size = at + 1
-        return at

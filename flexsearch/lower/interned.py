@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, ONE, TWO, U32, U64, ZERO, lean, wide
+from flexsearch.cost.tally import sort
 from flexsearch.lower.keys import MISSING
 from flexsearch.packed import packed, zeros
 
@@ -222,20 +223,12 @@ def _find_same(pool: Interned, grid: Any, count: Any, rank: Any) -> None:
 
 @lean
 def _sort_by_term(pool: Interned, grid: Any, count: Any) -> None:
-    """Lists of the entries of each term, in ascending order of terms and entries (Shell sort)."""
+    """Lists of the entries of each term, in ascending order of terms and entries."""
     first, start = np.uint64(pool.grid_first[grid]), pool.terms[0]
     order = pool.order
     for k in range(count):
         order[k] = np.uint64(pool.term[first + k]) << np.uint64(32) | np.uint64(k)
-    gap = count // TWO
-    while gap > ZERO:
-        for k in range(gap, count):
-            value, at = order[k], np.uint64(k)
-            while at >= gap and order[at - gap] > value:
-                order[at] = order[at - gap]
-                at -= gap
-            order[at] = value
-        gap //= TWO
+    sort(order, count)
     terms = ZERO
     for k in range(count):
         pool.copy[first + k] = order[k] & np.uint64(0xFFFFFFFF)
