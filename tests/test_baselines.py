@@ -16,6 +16,7 @@ from flexsearch.graph.notation import instantiate, parse
 from flexsearch.graph.ops import axis_roles
 from flexsearch.lower import Lowered, lower
 from flexsearch.lower.layout import Layouts
+from flexsearch.lower.pieces import Placed
 from flexsearch.lower.reshard import reshard
 from flexsearch.lower.split import Splitter
 from flexsearch.strategy import OperatorConfig, Strategy, make_config
@@ -242,10 +243,11 @@ def test_following_is_legal_and_keeps_tensors_where_they_are(name: str, data: st
     (p, pc), (c, cc) = ((a, config), (b, other)) if link.forward else ((b, other), (a, config))
     shapes = {t.name: t.shape for t in graph.tensors}
     made, read = (
-        Splitter(x, [shapes[t] for t in x.inputs], [shapes[t] for t in x.outputs], Layouts()).pieces(config)
+        Placed(Splitter(x, [shapes[t] for t in x.inputs], [shapes[t] for t in x.outputs], Layouts()), config)
         for x, config in ((p, pc), (c, cc))
     )
-    assert reshard(made.writes[0], read.reads[c.inputs.index(link.tensor)], 4, topology).trivial
+    source, destination = made.writes[0].entries, read.reads[c.inputs.index(link.tensor)].entries
+    assert reshard(source, destination, 4, topology).trivial
 
 
 @pytest.mark.parametrize("count", range(1, 9))
