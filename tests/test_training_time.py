@@ -82,7 +82,7 @@ def test_a_mean_step_is_that_of_the_plan(text: str) -> None:
     """Of the same rows, by ``simulate``: all recipes in which workers go together."""
     topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
     recipe, of = parse_recipe(text).planned, workers(topology=topology)
-    time, steps = SynchronousTime(of, recipe, SIZES), 2 * recipe.cycle(4)
+    time, steps = SynchronousTime(of, recipe, SIZES), 2 * recipe.period * recipe.partners.cycle(4)
     exchanged(recipe, of, steps, time)
     assert time.seconds / steps == pytest.approx(mean_of(text, topology), rel=1e-9)
 
