@@ -101,17 +101,17 @@ class Templates:
     @property
     def tables(self) -> TemplateTables:
         """All that compiled code needs to make templates."""
-        now, keys, layouts = self._tables, self.keys.table, self.lowering.layouts.pool
         if self._splits is None or self._room < sum([columns.room for columns in self._columns]):
             self._splits = Splits(**{name: a for columns in self._columns for name, a in columns.arrays.items()})
             self._room = sum(columns.room for columns in self._columns)
-        same = now is not None and now.pools is self.pools and now.keys is keys and now.layouts is layouts
-        same = same and now is not None and now.landings is self.landings
-        if now is None or not same or now.splits is not self._splits or now.workspace is not self._workspace:
+        parts: dict[str, Any] = {
+            "pools": self.pools, "landings": self.landings, "keys": self.keys.table,
+            "layouts": self.lowering.layouts.pool, "splits": self._splits, "workspace": self._workspace,
+        }  # fmt: skip
+        now = self._tables
+        if now is None or any(getattr(now, name) is not part for name, part in parts.items()):
             now = self._tables = TemplateTables(
-                pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits,
-                used=self._growing.used, workspace=self._workspace,
-                scratch=self._scratch, **self._fixed,
+                **parts, used=self._growing.used, scratch=self._scratch, **self._fixed
             )  # fmt: skip
         return now
 
