@@ -30,7 +30,7 @@ from flexsearch.cost.communication import Pricing, priced_transfer
 from flexsearch.direct import direct
 from flexsearch.graph import Box, intersect
 from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
-from flexsearch.lower.moves import FREE, GIVEN, OWN
+from flexsearch.lower.moves import FREE, GIVEN
 from flexsearch.lower.planner import plan
 from flexsearch.lower.traffic import NONE
 from flexsearch.lower.workspace import (
@@ -162,15 +162,16 @@ class Phase:
 
 
 class Reshard:
-    """Phases from ``source`` to ``destination``; made by :func:`reshard` and its like."""
+    """Phases from ``source`` to ``destination``. ``itemsize``: bytes per element; ``mode``: from which entries each is
+    made (``moves``). ``ranges``: by destination entry, first and last of the source entries that it is put together
+    from, each of which is a term of its own (a sharded weight)."""
 
     def __init__(
         self, planner: Planner, source: Laid, destination: Laid, itemsize: int, mode: Any = FREE,
         ranges: tuple[U32, U32] | None = None,
     ) -> None:  # fmt: skip
         self._planner, self._source, self._destination = planner, source, destination
-        self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
-        self._count: int | None = None
+        self._itemsize, self._mode, self._ranges = itemsize, mode if ranges is None else GIVEN, ranges
 
     def planned(self) -> Workspace:
         """The planner's workspace, with this reshard in it until another is planned: rows FIRST to LAST of its
@@ -262,14 +263,3 @@ def reshard(source: Layout, destination: Layout, itemsize: int, topology: Topolo
     """The cheapest known movement. ``itemsize``: bytes per element. ``destination`` terms are ignored."""
     layouts = Layouts(len(topology.devices))
     return Reshard(Planner(topology), layouts.intern(source), layouts.intern(destination), itemsize)
-
-
-def assemble(planner: Planner, source: Laid, destination: Laid, first: U32, last: U32, itemsize: int) -> Reshard:
-    """Reshard that puts each destination entry together from its range of the source entries, each of which is a term
-    of its own (a sharded weight)."""
-    return Reshard(planner, source, destination, itemsize, GIVEN, (first, last))
-
-
-def local_reshard(planner: Planner, source: Laid, destination: Laid, itemsize: int) -> Reshard:
-    """Reshard in which every destination entry is cut from an entry of its own device (a weight from its storage)."""
-    return Reshard(planner, source, destination, itemsize, OWN)
