@@ -17,9 +17,8 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Communication, recipe_rows
 from flexsearch.lower.recipe_rows import push_cost, with_exchanges, with_pushes
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.lower.rows import NEVER, RECIPE, Segments
+from flexsearch.lower.rows import NEVER, RECIPE, Rows, Segments
 from flexsearch.lower.several import computing, repeated
-from flexsearch.lower.view import Rows
 from flexsearch.setting import Setting
 from flexsearch.simulate.asynchronous import STEPS, Arrival, AsynchronousTime
 from flexsearch.simulate.engine import Engine

@@ -22,10 +22,11 @@ from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import sums_of
 from flexsearch.lower.recipe_rows import with_recipes
 from flexsearch.lower.recipes import RecipeGroup, cycle, recipe_groups
+from flexsearch.lower.rows import Rows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Described, Rows
+from flexsearch.lower.view import Described
 from flexsearch.strategy import OperatorConfig, Options, Sharding, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline

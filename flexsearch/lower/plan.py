@@ -16,10 +16,9 @@ from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rew
 from flexsearch.lower.emit import row_of
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program, sums_of
-from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, is_gather
+from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, Rows, Sent, is_gather
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Rows, Sent
 from flexsearch.packed import zeros
 from flexsearch.strategy import OperatorConfig, Options
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,11 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action
-from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Weight
 from flexsearch.lower.reading import sample_bytes
-from flexsearch.lower.recipe_rows import RecipeBlock
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -38,9 +36,9 @@ from flexsearch.lower.rows import (
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
-    Machine,
-    Schedule,
+    Rows,
     Segments,
+    Sent,
 )
 from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
@@ -57,29 +55,6 @@ _KINDS = {
     FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, WEIGHT_GRADIENT: TaskKind.WEIGHT_GRADIENT,
     RECOMPUTE: TaskKind.RECOMPUTE, RECIPE: TaskKind.SYNCHRONISE,
 }  # fmt: skip
-
-
-class Sent(NamedTuple):
-    """An exchange that is a part of a communication. ``item``: the weight whose synchronisation it belongs to, or the
-    slot that reads the weight that it gathers."""
-
-    item: int
-    phase: int
-    exchange: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a plan. ``segment``: by block. ``together``: of blocks that gather or synchronise weights, by block
-    and communication, the exchanges that go as one. ``recipes``: of blocks of recipes, what they hold."""
-
-    schedule: Schedule
-    machine: Machine
-    blocks: BlockTable
-    segments: Segments
-    segment: npt.NDArray[np.uint32]
-    together: Mapping[int, tuple[tuple[Sent, ...], ...]]
-    recipes: Mapping[int, RecipeBlock] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
+from flexsearch.lower.rows import Rows
 from flexsearch.lower.taskgraph import Row
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import BLOCK_CELLS, Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans

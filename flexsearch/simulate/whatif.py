@@ -20,9 +20,8 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import NotationError, TopologyError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.rows import SYNCHRONISE, UPDATE, blocks_run
+from flexsearch.lower.rows import SYNCHRONISE, UPDATE, Rows, blocks_run
 from flexsearch.lower.share import share_of
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
 from flexsearch.simulate.simulation import makespan, rows_seconds
 from flexsearch.topology import Topology
