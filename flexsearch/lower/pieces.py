@@ -27,6 +27,7 @@ from flexsearch.topology import Topology
 TURN_S = 3e-3
 """Devices that share a processor take turns of this length, s (the base slice of Linux's scheduler)."""
 
+
 @dataclass(frozen=True)
 class Edge:
     """A tensor on its way to the readers that want it in the same layout. ``readers``: (operator, operand position).
