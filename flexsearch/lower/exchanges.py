@@ -12,8 +12,16 @@ from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.connections import connection_of
-from flexsearch.lower.orbits import BlockMap, add_places, at_once, crosses_blocks, orbit_of
+from flexsearch.lower.orbits import (
+    RECEIVES,
+    SENDS,
+    BlockMap,
+    add_places,
+    at_once,
+    crosses_blocks,
+    mixed,
+    orbit_of,
+)
 from flexsearch.lower.reshard import Reshard
 from flexsearch.lower.workspace import (
     DRAG,
@@ -201,6 +209,22 @@ def _append_one(
     pools.turn[at] = turn_of(rates, bandwidth, form, members, times, pools.link, begin, size[LINK], longest)
     _append_drags(rows, blocks, own, pools, size, x)
     pools.drag_last[at] = size[DRAG]
+
+
+@lean
+def connection_of(
+    rates: Rates, form: Any, send: U32, first: Any, last: Any, receive: U32, begin: Any, end: Any
+) -> Any:  # fmt: skip
+    """A number of the connection from devices ``send[first:last]`` to ``receive[begin:end]``, odd where it carries two
+    communications at once. Messages between two devices share one connection, and a group's collectives share those of
+    the group, or NCCL's communicator: the first in is the first out. Of the all-reduces of a group, gloo carries out
+    two at once, by two threads (measured, ``benchmarks/link_sharing.py``)."""
+    number = mixed(TWO if form == ALL_REDUCE or rates.by_group[form] == 1 else ONE)
+    for k in range(first, last):
+        number += mixed(np.uint64(send[k]) * SENDS + SENDS)
+    for k in range(begin, end):
+        number += mixed(np.uint64(receive[k]) * RECEIVES + RECEIVES)
+    return (number << ONE) | np.uint64(rates.two_at_once[form])
 
 
 @lean

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +20,32 @@ _EXCHANGE: Final = ("send_first", "send_last", "receive_first", "receive_last", 
                     "to_first", "to_last", "link_first", "link_last",
                     "drag_first", "drag_last", "duration", "start", "amount", "form", "turn", "connection", "key",
                     "orbit")  # fmt: skip
+_ROWS = 1024
+"""Of columns that Python fills, at first; they double."""
 _START, _GROWTH = 1 << 14, 4
 """Rows of the columns at first, and how many times as many they become when they grow."""
+
+
+class Columns:
+    """Growing arrays of the same length, by name. ``arrays``: as they are now, with room behind the first ``size``
+    values; they are other ones when ``room``, that for values, has grown. ``types``: of what they hold."""
+
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {name: np.zeros(_ROWS, dtype) for name, dtype in types.items()}
+        self.size, self.room = 0, _ROWS
+
+    def extend(self, count: int, **values: npt.NDArray[Any] | Sequence[Any] | int) -> int:
+        """Append ``count`` values to each column, or one value so often. Returns where they stand."""
+        at, end = self.size, self.size + count
+        if end > self.room:
+            self.room = max(end, 2 * self.room)
+            for name, before in self.arrays.items():
+                self.arrays[name] = np.zeros(self.room, before.dtype)
+                self.arrays[name][:at] = before[:at]
+        for name, column in values.items():
+            self.arrays[name][at:end] = column
+        self.size = end
+        return at
 
 
 class GrowingPools:

@@ -107,7 +107,6 @@ class Pieces:
         """By resource of the network, the resource of the topology that stands for it."""
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
-        self._buckets: dict[int, dict[str, int]] = {}
 
     def _splitter(self, operator: int, op: Operator) -> Splitter:
         """Operators of the same form share one."""
@@ -190,9 +189,7 @@ class Pieces:
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
         """Parameter -> number of its synchronisation bucket, of plans of one stage."""
-        if (cached := self._buckets.get(bucket_bytes)) is None:
-            cached = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
-        return cached
+        return buckets_of(self.graph, bucket_bytes)
 
 
 def everywhere(topology: Topology) -> Layout:

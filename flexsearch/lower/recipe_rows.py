@@ -29,7 +29,7 @@ from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
 from flexsearch.direct import direct
 from flexsearch.graph import volume
-from flexsearch.lower.connections import connection_of
+from flexsearch.lower.exchanges import connection_of
 from flexsearch.lower.recipes import RecipeGroup
 from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Rows, Schedule, Segments
 from flexsearch.lower.taskgraph import Communication, RecipeBlock

@@ -17,11 +17,10 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
-from flexsearch.lower.column import Columns
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill
 from flexsearch.lower.footprints import Landings, Sums
-from flexsearch.lower.growing import GrowingPools
+from flexsearch.lower.growing import Columns, GrowingPools
 from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, STEP, Keys
 from flexsearch.lower.layout import empty_side
 from flexsearch.lower.orbits import make_block_map
