@@ -109,11 +109,12 @@ def test_equal_layouts_have_one_number_however_many_there_are() -> None:
 
 
 @pytest.mark.parametrize("graph", [cnn(batch=6), transformer(batch=4)], ids=lambda g: g.name)
-def test_operators_that_share_intervals_are_split_as_each_would_be_alone(graph: OperatorGraph) -> None:
+def test_operators_that_share_regions_have_those_that_each_would_make_alone(graph: OperatorGraph) -> None:
     topology = Topology.load("p100:2")
     pieces, space = Pieces(graph, topology, Costs(graph, topology)), Space(graph, topology)
     rng = np.random.default_rng(0)
     shapes = {tensor.name: tensor.shape for tensor in graph.tensors}
+    regions, of_splits = set[int](), set[tuple[int, int]]()
     for i, op in enumerate(graph.operators):
         for _ in range(8):
             config = space.draw(rng, i)
@@ -122,3 +123,6 @@ def test_operators_that_share_intervals_are_split_as_each_would_be_alone(graph: 
             for one, other in zip((*alone.inputs, *alone.outputs), (*shared.inputs, *shared.outputs), strict=True):
                 assert one.boxes(len(config.devices)) == other.boxes(len(config.devices))
                 assert one.grid.term.tolist() == other.grid.term.tolist()
+                regions.add(id(other))
+                of_splits.add((id(shared), id(other)))
+    assert len(regions) < len(of_splits)

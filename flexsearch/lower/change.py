@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
-from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER
+from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, is_gather
 from flexsearch.packed import packed, zeros
 
 ALWAYS = np.uint32(0xFFFFFFFE)
@@ -49,7 +49,8 @@ class Change(NamedTuple):
     ``slot``, ``weight``: what it touched, ``touched`` ((2,)) of them. ``tensor_stamp``, ``weight_stamp``,
     ``block_stamp``, ``source_stamp``: tensors, weights and blocks that were done in this round (``round``, (1,)).
     ``missing``: rows (kind, a, b) of keys that were not found; ``lacking``: (1,) how many. ``block``: those whose rows
-    change, ``blocks`` ((1,)) of them; ``source``: those that send other reshards, ``sources`` ((1,)) of them."""
+    change, ``blocks`` ((1,)) of them; ``source``: those that send other reshards, ``sources`` ((1,)) of them. ``row``,
+    ``old_row``: by slot, number of its first communication in the block that sends it."""
 
     operator: U32
     config: U32
@@ -68,6 +69,8 @@ class Change(NamedTuple):
     blocks: U64
     source: U32
     sources: U64
+    row: U32
+    old_row: U32
 
 
 MOST_MISSING = 4096
@@ -80,7 +83,7 @@ def empty_change(wiring: Wiring, operators: int, blocks: int) -> Change:
     return zeros(
         Change, operator=operators, config=operators, slot=slots, weight=weights, touched=2, tensor_stamp=tensors,
         weight_stamp=weights, block_stamp=blocks, source_stamp=blocks, missing=(MOST_MISSING, 3), block=blocks,
-        source=blocks,
+        source=blocks, row=slots, old_row=slots,
     )  # fmt: skip
 
 
@@ -125,35 +128,54 @@ def mark_readers(
     wiring: Wiring, blocks: BlockTable, program: Program, pools: Pools, state: State, before: State, change: Change,
     source: Any,
 ) -> None:  # fmt: skip
-    """Mark a block that sends other reshards, and those that wait for any of its communications: these may have other
-    numbers now."""
+    """Mark a block that sends other reshards, and those that wait for communications of it that have changed or have
+    other numbers now. Of gathers that may be all: what goes together follows from all of them."""
     mark(change, source)
+    packed = is_gather(blocks.kind[source])
     backward = blocks.kind[source] == BACKWARD
     again = blocks.kind[source] == RECOMPUTE or blocks.kind[source] == REGATHER
     once = blocks.kind[source] == GATHER_ONCE
     templates, were = (state.kept, before.kept) if once else (state.forward, before.forward)
+    row = old_row = np.uint32(0)
     for k in range(np.uint64(blocks.sent_first[source]), np.uint64(blocks.sent_last[source])):
         slot = np.uint64(blocks.sent[k])
+        change.row[slot], change.old_row[slot] = row, old_row
         if backward:
-            if wiring.slot_kind[slot] == 1 and _is_any(pools, state.backward[slot], before.backward[slot]):
+            row += _count(pools, state.backward[slot])
+            old_row += _count(pools, before.backward[slot])
+            if wiring.slot_kind[slot] == 1 and _differs(
+                pools, change, state.backward, before.backward, slot, slot, packed
+            ):
                 producer = wiring.tensor_producer[np.uint64(wiring.slot_tensor[slot])]
                 mark(change, blocks.backward_of[np.uint64(producer)])
-            continue
-        reader = np.uint64(wiring.slot_operator[slot])
-        now, then = templates[np.uint64(state.leader[slot])], were[np.uint64(before.leader[slot])]
-        if reader != ALWAYS and _is_any(pools, now, then):
-            waiting = blocks.forward_of[reader]
-            if is_late(blocks, program, reader):
-                waiting = blocks.backward_of[reader]
-            elif again:
-                waiting = blocks.recompute_of[reader]
-                if waiting == NOTHING:
-                    waiting = blocks.backward_of[reader]
-            mark(change, waiting)
+        else:
+            row += _count(pools, templates[slot])
+            old_row += _count(pools, were[slot])
+            reader = wiring.slot_operator[slot]
+            leader, old = np.uint64(state.leader[slot]), np.uint64(before.leader[slot])
+            if reader != ALWAYS and _differs(pools, change, templates, were, leader, old, packed):
+                waiting = blocks.forward_of[np.uint64(reader)]
+                if is_late(blocks, program, np.uint64(reader)):
+                    waiting = blocks.backward_of[np.uint64(reader)]
+                elif again:
+                    waiting = blocks.recompute_of[np.uint64(reader)]
+                    if waiting == NOTHING:
+                        waiting = blocks.backward_of[np.uint64(reader)]
+                mark(change, waiting)
 
 
 @lean
-def _is_any(pools: Pools, one: Any, other: Any) -> Any:
-    """Whether one of two reshards has communications."""
-    a, b = np.uint64(one), np.uint64(other)
-    return pools.reshard_first[a] < pools.reshard_last[a] or pools.reshard_first[b] < pools.reshard_last[b]
+def _count(pools: Pools, template: Any) -> Any:
+    """How many communications a reshard has."""
+    t = np.uint64(template)
+    return np.uint32(pools.reshard_last[t] - pools.reshard_first[t])
+
+
+@lean
+def _differs(pools: Pools, change: Change, now: U32, before: U32, leader: Any, old: Any, packed: Any) -> Any:
+    """Whether what the edge ``leader`` delivers now is another reshard, or has other numbers, than that of ``old``; of
+    what is ``packed``, whether there is any."""
+    some, had = _count(pools, now[leader]) > 0, _count(pools, before[old]) > 0
+    if packed or not some or not had:
+        return some or had
+    return now[leader] != before[old] or change.row[leader] != change.old_row[old]

@@ -19,7 +19,7 @@ from flexsearch.lower.folding import Fold
 from flexsearch.lower.layout import Entry, Layout, Layouts, bounding
 from flexsearch.lower.reading import readers, samples_of
 from flexsearch.lower.reshard import Planner, Reshard
-from flexsearch.lower.split import Blocks, Intervals, Split, Splitter
+from flexsearch.lower.split import Blocks, Shared, Split, Splitter
 from flexsearch.lower.weights import WeightPlan, plan_weight
 from flexsearch.strategy import OperatorConfig
 from flexsearch.topology import Topology
@@ -92,7 +92,7 @@ class Pieces:
         self.readers = {} if topology.storage is None or not reads else readers(graph)
         """Operators that compute with what is read from storage, and positions of the operand."""
         self._splitters: dict[object, Splitter] = {}
-        self._intervals: Intervals = {}
+        self._shared = Shared()
         self._splitter_of = [self._splitter(i, op) for i, op in enumerate(graph.operators)]
         self._placed: dict[tuple[int, OperatorConfig], Placed] = {}
         self._reshards: dict[tuple[int, int, int], Reshard] = {}
@@ -116,7 +116,7 @@ class Pieces:
             inputs, outputs = (
                 tuple(tuple(self.graph.tensor[n].shape) for n in names) for names in (op.inputs, op.outputs)
             )
-            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._intervals, blocks)
+            self._splitters[key] = Splitter(op, inputs, outputs, self.layouts, self._shared, blocks)
         return self._splitters[key]
 
     def blocks(self, operator: int) -> Blocks:

@@ -7,7 +7,7 @@ A dimension's interval follows from the pieces of its own axes alone. So each di
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -26,6 +26,7 @@ Degrees = tuple[tuple[str, int], ...]
 Index = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 Shapes = Sequence[Sequence[int]]
+Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,25 @@ class Region:
         return [box_of.get(k) for k in range(count)]
 
 
-Intervals = dict[tuple[object, ...], tuple[I64, Mask | None]]
-"""What a dimension reaches for every combination of the parts of its axes, and which of it is not empty (None: all)."""
+@dataclass(frozen=True)
+class Shared:
+    """What splitters of all operators have in common. ``intervals``: what a dimension reaches for every combination of
+    the parts of its axes, and which of it is not empty (None: all). ``forms``: numbers of the ways in which the split
+    axes of an operator cut an operand (``_Cut``). ``regions``: of operands, by what they follow from
+    (``Splitter._region``)."""
+
+    intervals: dict[tuple[object, ...], tuple[I64, Mask | None]] = field(default_factory=dict)
+    forms: dict[tuple[object, ...], int] = field(default_factory=dict)
+    regions: dict[tuple[object, ...], Region] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How some axes cut an operand. ``form``: number of the way, whatever their names and degrees; None where only the
+    first part of a sum has the operand. ``dimensions``: those that are cut, with the axes that cut them."""
+
+    form: int | None
+    dimensions: tuple[tuple[int, Axes], ...]
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class Splitter:
     whole operands."""
 
     def __init__(
-        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, intervals: Intervals | None = None,
+        self, op: Operator, inputs: Shapes, outputs: Shapes, layouts: Layouts, shared: Shared | None = None,
         blocks: Blocks | None = None,
     ) -> None:  # fmt: skip
         self.op, self.layouts, self.blocks = op, layouts, blocks or Blocks()
@@ -96,10 +114,11 @@ class Splitter:
             *zip(op.access.outputs, outputs, strict=True),
         )
         self._splits: dict[tuple[Degrees, int, Shares], Split] = {}
-        self._intervals = {} if intervals is None else intervals
+        self._shared = shared or Shared()
         axes = list(op.sizes)
         self._outside = frozenset(axes[: axes.index(self.blocks.axis)] if self.blocks.axis is not None else axes)
         """Axes outside of the one that blocks share out; all where they share out none, as replicas come last."""
+        self._cuts: dict[Axes, tuple[_Cut, ...]] = {}
         self._shares: dict[str, tuple[int, ...]] = {}
         """Of the split at hand."""
         self._dimension_forms = [
@@ -136,7 +155,10 @@ class Splitter:
         axes, parts = tuple(axis for axis, _ in degrees), tuple(count for _, count in degrees)
         places, term = _positions(parts, replicas)
         at = dict(zip(axes, places, strict=True))
-        regions = tuple([self._region(n, degrees, at, term) for n in range(len(self.operands))])
+        key = parts, replicas, tuple(self._shares.get(axis) for axis in axes) if shares else ()
+        if (cuts := self._cuts.get(axes)) is None:
+            cuts = self._cuts[axes] = tuple(self._cut(n, axes) for n in range(len(self.operands)))
+        regions = tuple([self._region(n, cut, degrees, key, at, term) for n, cut in enumerate(cuts)])
         inputs, outputs = regions[: self.inputs], regions[self.inputs :]
         if any(region.held is not None and region.blocks == 1 for region in outputs):  # patterns index outputs plainly
             raise AssertionError(f"{self.op.name}: a piece writes nothing of its output")
@@ -160,14 +182,39 @@ class Splitter:
     def _chunks(self, axis: str, parts: int) -> list[Interval]:
         return chunks(self.op.sizes[axis], parts, self._shares.get(axis, ()))
 
+    def _region(
+        self, n: int, cut: _Cut, degrees: Degrees, key: tuple[object, ...], at: dict[str, Index], term: U32
+    ) -> Region:  # fmt: skip
+        """Region of operand number ``n``. ``key``: what it follows from beside its form. ``at``: index of the part, by
+        split axis and position."""
+        if cut.form is None:
+            return self._make_region(n, cut, degrees, at, term)
+        whole = cut.form, key, self._outer(n, degrees)
+        if (cached := self._shared.regions.get(whole)) is None:
+            cached = self._shared.regions[whole] = self._make_region(n, cut, degrees, at, term)
+        return cached
+
+    def _cut(self, n: int, axes: Axes) -> _Cut:
+        """How ``axes``, in their order, cut operand number ``n``."""
+        operand, _ = self.operands[n]
+        dimensions = tuple(
+            (d, own) for d, of in enumerate(operand.dimensions)
+            if (own := tuple(axis for axis in dict.fromkeys(of.axes) if axis in axes))
+        )  # fmt: skip
+        if operand.once and any(axis in self.op.access.summed for axis in axes):
+            return _Cut(None, dimensions)
+        (box, inside), place = self._whole[n], {axis: k for k, axis in enumerate(axes)}
+        ways = ((d, self._dimension_forms[n][d], *map(place.get, operand.dimensions[d].axes)) for d, _ in dimensions)
+        forms = self._shared.forms
+        return _Cut(forms.setdefault((box.tobytes(), inside, *ways), len(forms)), dimensions)
+
     def _dimension_form(self, dimension: Dimension, size: int) -> tuple[object, ...]:
         """A dimension of ``size``, whatever the names of its axes."""
         sizes, axes = self.op.sizes, dimension.axes
         own = tuple((axes.index(a), sizes[a]) for a in axes)
         return dimension.coefficients, dimension.offset, dimension.merged, size, own
 
-    def _region(self, n: int, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
-        """Region of operand number ``n``. ``at``: index of the part, by split axis and position."""
+    def _make_region(self, n: int, cut: _Cut, degrees: Degrees, at: dict[str, Index], term: U32) -> Region:
         operand, shape = self.operands[n]
         parts = dict(degrees)
         box = np.empty((len(term), len(shape), 2), dtype=np.int64)
@@ -175,10 +222,8 @@ class Splitter:
         box[:], inside = self._whole[n]
         if not inside:
             touched = np.zeros(len(term), dtype=np.bool_)
-        for d, of in enumerate(operand.dimensions):
-            own = tuple([(axis, parts[axis]) for axis in dict.fromkeys(of.axes) if axis in parts])
-            if not own:
-                continue
+        for d, axes in cut.dimensions:
+            own = tuple([(axis, parts[axis]) for axis in axes])
             interval, within = self._asked(n, d, own)
             which = _flat(own, at)
             box[:, d] = interval[which]
@@ -192,14 +237,21 @@ class Splitter:
         held = None if touched is None or touched.all() else np.flatnonzero(touched)
         if held is not None:
             box, term = box[held], term[held]
-        if self.blocks.replicas == 1 or not self.blocks.spread[n]:
+        if (outer := self._outer(n, degrees)) is None:
             return Region(self.layouts.grid(box, term), held)
-        return self._spread(box, held, degrees)
+        return self._spread(box, held, degrees, outer[0])
 
-    def _spread(self, box: I64, held: Index | None, degrees: Degrees) -> Region:
+    def _outer(self, n: int, degrees: Degrees) -> tuple[int, bool] | None:
+        """Of an operand that all blocks hold: parts of the axes outside of the one that they share out, and whether
+        there is such a one. None where they do not."""
+        blocks = self.blocks
+        if blocks.replicas == 1 or not blocks.spread[n]:
+            return None
+        return prod(count for axis, count in degrees if axis in self._outside), blocks.axis is not None
+
+    def _spread(self, box: I64, held: Index | None, degrees: Degrees, outer: int) -> Region:
         """The region in all blocks, its entries in the order and with the terms that the unfolded config has."""
         blocks, count = self.blocks, self._replicas * prod(parts for _, parts in degrees)
-        outer = prod(parts for axis, parts in degrees if axis in self._outside)
         order, terms = _in_blocks(
             count, outer, blocks.replicas, self._replicas * (blocks.replicas if blocks.axis is None else 1)
         )
@@ -220,13 +272,13 @@ class Splitter:
         dimension, parts = operand.dimensions[d], dict(own)
         split = tuple([(parts.get(a), a in parts and self._shares.get(a)) for a in dimension.axes])
         key = self._dimension_forms[n][d], split
-        if (cached := self._intervals.get(key)) is None:
+        if (cached := self._shared.intervals.get(key)) is None:
             sizes = self.op.sizes
             whole = {axis: (0, sizes[axis]) for axis in dimension.axes}
             reached = [dimension.interval(whole | piece, sizes, shape[d]) for piece in self._pieces(own)]
             inside = np.array([interval is not None for interval in reached])
             intervals = np.array([interval or (0, 0) for interval in reached], dtype=np.int64)
-            cached = self._intervals[key] = intervals, None if inside.all() else inside
+            cached = self._shared.intervals[key] = intervals, None if inside.all() else inside
         return cached
 
 
