@@ -143,12 +143,14 @@ def _rows(rows: Exchanges, k: int, x: int) -> slice:
 
 class Movement(NamedTuple):
     """What moves in a reshard. ``layouts``: from phase to phase. ``local``: by phase, what crosses no devices;
-    ``remote``, ``messages``: by exchange."""
+    ``remote``, ``messages``: by exchange. ``aliased``, ``used``: see ``Reshard``."""
 
     layouts: tuple[Layout, ...]
     local: list[list[Move]]
     remote: list[tuple[Move, ...]]
     messages: list[tuple[tuple[int, int, int], ...]]
+    aliased: frozenset[int]
+    used: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,17 @@ class Reshard:
         return self._decided[1]
 
     @property
+    def aliased(self) -> frozenset[int]:
+        """Devices on which the only destination entry is exactly a local source entry, so that nothing at all is done
+        there."""
+        return self.movement.aliased
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Source entries of which anything is made, on their device or elsewhere: replicas leave it to each other."""
+        return self.movement.used
+
+    @property
     def source(self) -> Layout:
         return self._source.entries
 
@@ -227,19 +240,23 @@ class Reshard:
         layouts = self.source, *between, self.destination
         local: list[list[Move]] = [[] for _ in self.phase_exchanges]
         remote: list[list[Move]] = [[] for _ in range(count)]
-        begin, end = result[MOVE_FIRST], result[MOVE_LAST]
+        begin, end, used = result[MOVE_FIRST], result[MOVE_LAST], set[int]()
         columns = workspace.moves.source, workspace.moves.destination, workspace.moves.exchange
         for m, (s, k, x) in enumerate(zip(*(column[begin:end].tolist() for column in columns), strict=True), begin):
             phase = int(len(local) == 2 and m >= result[MOVE_MIDDLE])
             box = intersect(layouts[phase][s].box, layouts[phase + 1][k].box)
             assert box is not None
+            if not phase:
+                used.add(s)
             (local[phase] if x == int(NONE) else remote[x - result[FIRST]]).append(Move(s, k, box))
         messages = []
         for x in range(result[FIRST], result[LAST]):
             of = _rows(rows, MESSAGE, x)
             sent = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
             messages.append(tuple(zip(*sent, strict=True)))
-        return Movement(layouts, local, [tuple(moves) for moves in remote], messages)
+        alone = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
+        aliased = frozenset(alone if len(local) == 1 else ())
+        return Movement(layouts, local, [tuple(moves) for moves in remote], messages, aliased, frozenset(used))
 
     @cached_property
     def form(self) -> str:
