@@ -47,6 +47,15 @@ class Columns:
         self.size = end
         return at
 
+    def add(self, **values: int) -> int:
+        """Append one value to each column, as ``extend`` does in half the time. Returns where they stand."""
+        if (at := self.size) == self.room:
+            return self.extend(1, **values)
+        for name, value in values.items():
+            self.arrays[name][at] = value
+        self.size = at + 1
+        return at
+
 
 class GrowingPools:
     """``pools``, ``landings``: as they are now; ``used``: their rows so far, which compiled code counts."""

@@ -225,7 +225,7 @@ class Templates:
         first = int(MISSING)
         if config.devices != self._mesh(split):
             first = self._positions.extend(count, position=config.devices)
-        row = self._followed.extend(1, follow_split=followed, follow_first=first, follow_count=count)
+        row = self._followed.add(follow_split=followed, follow_first=first, follow_count=count)
         self.keys.put(OVER, link, split, row)
         return followed
 
@@ -251,8 +251,8 @@ class Templates:
             self._add_times(operator, split.extents, kind)
         regions = (*split.inputs, *split.outputs)
         reads = self._add_operands(regions)
-        return self._split_columns.extend(
-            1, pieces=count, extents=len(split.extents), cost=cost, piece_first=piece_first, reads=reads,
+        return self._split_columns.add(
+            pieces=count, extents=len(split.extents), cost=cost, piece_first=piece_first, reads=reads,
             writes=reads + len(split.inputs), last=reads + len(regions), operator=operator,
         )  # fmt: skip
 
@@ -272,7 +272,7 @@ class Templates:
             if region.held is not None:
                 held_by = len(region.held)
                 first = self._positions.extend(held_by, position=region.held)
-            self._operands.extend(1, grid=region.grid.number, first=first, held_by=held_by, spread=region.blocks > 1)
+            self._operands.add(grid=region.grid.number, first=first, held_by=held_by, spread=region.blocks > 1)
         return at
 
     def _find_alike(self) -> list[int]:
