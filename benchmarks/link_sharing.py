@@ -27,7 +27,7 @@ from benchmarks.netns import SlowNetwork, unavailable
 from flexsearch.cost.communication import Pricing
 from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower.connections import connection_of
+from flexsearch.lower.exchanges import connection_of
 from flexsearch.lower.program import make_machine
 from flexsearch.lower.rows import COMPUTE, FORWARD, ISSUE, Schedule
 from flexsearch.simulate.engine import Engine

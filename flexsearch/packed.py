@@ -10,7 +10,8 @@ loops.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final, TypeVar, cast
+from functools import cache
+from typing import Any, Final, TypeVar, cast, get_args, get_type_hints
 
 import numpy as np
 from llvmlite import ir
@@ -40,6 +41,20 @@ def packed(cls: type[T]) -> type[T]:
     record = type(cls.__name__, (_Record, cls), namespace)
     typeof_impl.register(record)(lambda value, context: value.packed_type)
     return cast(type[T], record)
+
+
+@cache
+def dtypes(record: type[Any]) -> dict[str, Any]:
+    """Types of the elements of a record's arrays, by field, as the class says."""
+    arrays = {name: get_args(hint) for name, hint in get_type_hints(record).items()}
+    return {name: get_args(of[1])[0] for name, of in arrays.items() if of}
+
+
+def zeros(record: type[T], shape: Any = 1, /, **fields: Any) -> T:
+    """A record of zeros. ``fields``: shapes of its arrays, or what they are; all others are of ``shape``."""
+    values = {name: fields.get(name, shape) for name in cast(Any, record)._fields}
+    plain = {name for name, value in values.items() if type(value) in (int, tuple)}
+    return record(**{n: np.zeros(value, dtypes(record)[n]) if n in plain else value for n, value in values.items()})
 
 
 class _Record:

@@ -6,14 +6,16 @@ and let go counts as there at the same time, so peaks between moments are no low
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import cache
 from math import prod
 
 from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Box, Flow, OperatorGraph, Tensor, volume
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
 from flexsearch.graph.ops.formats import has_channels_last, takes_copy
-from flexsearch.lower import Layout, Lowered, Reshard, TaskKind, bounding
+from flexsearch.lower import Layout, Lowered, Phase, Reshard, TaskKind, bounding
 from flexsearch.lower.recompute import regions_of
 from flexsearch.lower.rows import SYNCHRONISE
 from flexsearch.simulate.memory import Part
@@ -42,6 +44,37 @@ class Span:
 def put_together(lowered: Lowered, task: int, first: bool = False) -> int:
     """The moment in which what a computation needs is put together: its first operand, or the others."""
     return 4 * lowered.tasks.identity[task].block + (not first)
+
+
+def _arrivals(phase: Phase) -> Counter[int]:
+    """By destination entry, how many moves bring something there."""
+    return Counter(m.destination for moves in (phase.local, *(e.moves for e in phase.exchanges)) for m in moves)
+
+
+@cache
+def aliased(plan: Reshard) -> frozenset[int]:
+    """Devices on which the only destination entry is exactly a local source entry, so that nothing at all is done
+    there."""
+    (phase, *more), arrive = plan.phases, _arrivals(plan.phases[0])
+    entries = Counter(entry.device for entry in phase.destination)
+    alone = (move for move in phase.local if arrive[move.destination] == 1 and not more)
+    pairs = ((phase.source[move.source], phase.destination[move.destination]) for move in alone)
+    return frozenset(b.device for a, b in pairs if a.box == b.box and entries[b.device] == 1)
+
+
+@cache
+def staged(plan: Reshard) -> tuple[dict[int, int], ...]:
+    """For each phase by device: elements that arrive in receive buffers, as they are only a part of what they are for,
+    or are added to more. An all-reduce is done in place."""
+    by_phase = []
+    for phase in plan.phases:
+        arrive, elements = _arrivals(phase), dict[int, int]()
+        for move in (m for exchange in phase.exchanges if exchange.form != "all_reduce" for m in exchange.moves):
+            entry = phase.destination[move.destination]
+            if arrive[move.destination] > 1 or move.box != entry.box:
+                elements[entry.device] = elements.get(entry.device, 0) + volume(move.box)
+        by_phase.append(elements)
+    return tuple(by_phase)
 
 
 def spans_of_tasks(lowered: Lowered) -> list[Span]:
@@ -190,10 +223,10 @@ class _Walk:
 
     def _forward(self) -> None:
         for i in range(len(self.graph.operators)):
-            for device in self.lowered.placed[i].placement.devices:
+            for device in self.lowered.placed[i].devices:
                 self._read(i, device)
             self._make(i, TaskKind.FORWARD)
-            if any((TaskKind.RECOMPUTE, i, d) in self.task for d in self.lowered.placed[i].placement.devices):
+            if any((TaskKind.RECOMPUTE, i, d) in self.task for d in self.lowered.placed[i].devices):
                 self._make(i, TaskKind.RECOMPUTE)
 
     def _read(self, i: int, device: int) -> None:
@@ -226,7 +259,7 @@ class _Walk:
     def _make(self, i: int, kind: TaskKind) -> None:
         """The outputs of a pass of an operator, and their copies for those that read them there."""
         graph, lowered, op, rule = self.graph, self.lowered, self.graph.operators[i], self.rules[i]
-        placement, again = lowered.placed[i].placement, kind == TaskKind.RECOMPUTE
+        placement, again = lowered.placed[i], kind == TaskKind.RECOMPUTE
         if op.half == "weights":  # only a gradient
             return
         held = self.held_again if again else self.held
@@ -260,7 +293,7 @@ class _Walk:
                 purpose = "recompute" if again else "forward"
                 self._leave(purpose, e, plan, made, now)
                 arrived = self._arrive(purpose, e, plan, graph.tensor[name], "activations", now, again=again)
-                for device in plan.aliased & made.keys():
+                for device in aliased(plan) & made.keys():
                     arrived[device] = held[e, device] = made[device]
                 if not readers:  # the loss, a new running mean: kept to the end
                     for span in arrived.values():
@@ -272,7 +305,7 @@ class _Walk:
         op, tensor = self.graph.operators[i], self.graph.tensor
         if not _attends(self.graph, i) or self.lowered.topology.devices[device].kind != "cpu":
             return
-        boxes, itemsize = self.lowered.placed[i].placement.pieces[place].inputs[:2], tensor[op.inputs[0]].itemsize
+        boxes, itemsize = self.lowered.placed[i].pieces[place].inputs[:2], tensor[op.inputs[0]].itemsize
         q, k = (volume(box) * itemsize for box in boxes if box is not None)
         if q <= made:
             return
@@ -302,7 +335,7 @@ class _Walk:
         for i in reversed(range(len(graph.operators))):
             if not graph.has_backward[i]:
                 continue
-            op, placement = graph.operators[i], lowered.placed[i].placement
+            op, placement = graph.operators[i], lowered.placed[i]
             alias = self.rules[i].alias
             now, previous = {d: self.task[TaskKind.BACKWARD, i, d] for d in placement.devices}, (-1, -1)
             late = {d: self.task.get((TaskKind.WEIGHT_GRADIENT, i, d), now[d]) for d in placement.devices}
@@ -351,11 +384,11 @@ class _Walk:
                     found = self._arrive(
                         "backward", e, edge.backward, graph.tensor[edge.tensor], "activations", now, hold=False
                     )
-                    found.update({d: mine[d] for d in edge.backward.aliased & mine.keys()})
+                    found.update({d: mine[d] for d in aliased(edge.backward) & mine.keys()})
                     for d, span in found.items():
                         total = home.setdefault((edge.tensor, d), span)
                         receives = any(d in x.receivers for x in edge.backward.exchanges)
-                        copied, summed = d not in edge.backward.aliased, (edge.tensor, d) in own
+                        copied, summed = d not in aliased(edge.backward), (edge.tensor, d) in own
                         if total is span:
                             arrived[e, d] = span
                             if copied and (receives or d not in mine or span.nbytes > mine[d].nbytes):
@@ -385,7 +418,7 @@ class _Walk:
                 self._leave("synchronise", w, sync, mine)
                 for device, span in mine.items():
                     born[device] = max(born.get(device, 0), span.last)
-                    if device in sync.aliased:
+                    if device in aliased(sync):
                         span.until(self._update(device))
                     elif (w, device) not in self.sending:
                         span.cut = span.last
@@ -424,7 +457,7 @@ class _Walk:
         boxes = {box for d, box, _ in phase.destination if d == device}
         own = any(x.box in boxes and phase.source[x.source].device == device for x in phase.local)
         most = sum(map(volume, boxes))
-        return 0 if own or len(sync.phases) > 1 else min(most, sync.staged[0].get(device, 0))
+        return 0 if own or len(sync.phases) > 1 else min(most, staged(sync)[0].get(device, 0))
 
     def _until_added(self, key: int, span: Span, begins: bool = False) -> None:
         """Let a span live until what synchronises a weight is added, or begin then."""
@@ -456,9 +489,9 @@ class _Walk:
             sent = self.crossing.get((purpose, key, 0, device), ())
             sent = self.sending.get((key, device), ()) if purpose == "synchronise" else sent
             span.until(max(sent, default=span.last))
-            if not sent and now is not None and device not in plan.aliased and device in made:
+            if not sent and now is not None and device not in aliased(plan) and device in made:
                 span.left = max(span.left, now[device])
-            if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and plan.staged[0].get(device):
+            if sent and purpose in _OF_ACTIVATIONS and len(plan.phases) == 1 and staged(plan)[0].get(device):
                 span.used_up = max(span.used_up, *(self._joined(purpose, key, device, t) for t in sent))
 
     def _arrive(
@@ -477,13 +510,13 @@ class _Walk:
                     middle.cut, middle.first = first, first + 1
                 second = self.crossing.get((purpose, key, 1, device), ())
                 middle.until(max(second, default=first))
-                arriving = plan.staged[1].get(device, 0)
+                arriving = staged(plan)[1].get(device, 0)
                 if purpose != "synchronise" and 0 < arriving < _sizes(plan.destination, 1).get(device, 0):
                     middle.used_up = max(self._joined(purpose, key, device, t) for t in second)
                 if purpose == "synchronise" and (purpose, key, 1, device) in self.crossing:
                     self._until_added(key, middle)
         for device, nbytes in _sizes(plan.destination, tensor.itemsize).items():
-            if device in plan.aliased or (only is not None and device not in only):
+            if device in aliased(plan) or (only is not None and device not in only):
                 continue
             tasks = [t for x in range(last + 1) for t in self.crossing.get((purpose, key, x, device), ())]
             if last and (final := self.crossing.get((purpose, key, last, device))):
@@ -511,7 +544,7 @@ class _Walk:
         several parts. The device's own part is there until then, or if it is as large, until right before that."""
         if ("synchronise", key, 1, device) in self.crossing:
             self._until_added(key, result, True)
-        elif len(plan.phases) == 1 and plan.staged[0].get(device, 0):
+        elif len(plan.phases) == 1 and staged(plan)[0].get(device, 0):
             arriving = self._arriving(plan, device) * itemsize
             if result.nbytes > arriving:
                 own = self._new(device, result.nbytes - arriving, "gradients", result.first)
@@ -529,12 +562,12 @@ class _Walk:
         """Receive buffers. Returns by device the task before which what they bring is put together."""
         joined: dict[int, int] = {}
         between = {device for device, _, _ in plan.phases[0].destination}
-        for x, staged in enumerate(plan.staged):
-            for device, elements in staged.items():
+        for x, elements_of in enumerate(staged(plan)):
+            for device, elements in elements_of.items():
                 tasks = self.crossing.get((purpose, key, x, device), ())
                 if tasks:
                     if purpose != "synchronise" and x + 1 < len(plan.phases) and device in between:
-                        elements = max(0, elements - plan.staged[1].get(device, 0))  # gone when that comes
+                        elements = max(0, elements - staged(plan)[1].get(device, 0))  # gone when that comes
                     buffer = self._new(device, elements * itemsize, "buffers", min(tasks))
                     if purpose == "synchronise" and not x and (again := self.crossing.get((purpose, key, 1, device))):
                         buffer.until(max(again))

@@ -42,7 +42,7 @@ class _Definition:
                 before = needed.index(reader) - self.lowered.options.prefetch
                 if i == (needed[before] if before >= 0 else 0):
                     self.gather(pack)
-            self.compute(TaskKind.FORWARD, i, self.lowered.placed[i].forward_s, ("forward", "gather"), [
+            self.compute(TaskKind.FORWARD, i, self.seconds(i, 0), ("forward", "gather"), [
                 self.lowered.edge_of[i, p] for p in range(len(op.inputs)) if op.half != "weights"
             ])  # fmt: skip
             for name in op.outputs:
@@ -127,12 +127,17 @@ class _Definition:
                         before = done[bucket]
         self.synchronise(before, 1)
 
+    def seconds(self, i: int, backward: int) -> list[float]:
+        """Of the forward or backward tasks of an operator's pieces."""
+        placed, costs = self.lowered.placed[i], self.lowering.costs
+        return [costs.compute(i, *row)[backward] for row in zip(placed.pieces, placed.devices, strict=True)]
+
     def with_casts(self, i: int) -> list[float]:
         """Backward passes, and behind each a cast of the gradients of weights that it makes. Costs follow from extents,
         as if each piece made that of a bias."""
         op, graph, placed = self.graph.operators[i], self.graph, self.lowered.placed[i]
-        seconds, pieces = [], placed.placement.pieces
-        for piece, device, alone in zip(pieces, placed.device.tolist(), placed.backward_s, strict=True):
+        seconds = []
+        for piece, device, alone in zip(placed.pieces, placed.devices, self.seconds(i, 1), strict=True):
             moved = 0
             for name, flow, operand in zip(op.inputs, graph.flows[i], op.access.inputs, strict=True):
                 made, held = graph.tensor[name], graph.gradient[name]

@@ -20,7 +20,7 @@ from flexsearch.cost.collectives import ALL_GATHER, ALL_REDUCE, EXCHANGE, ring_e
 from flexsearch.cost.communication import Pricing, least_seconds
 from flexsearch.cost.tally import MOST_TURNS, NEVER, turn_of
 from flexsearch.cost.ticks import TICK
-from flexsearch.lower.connections import connection_of
+from flexsearch.lower.exchanges import connection_of
 from flexsearch.quantities import MAX_DEVICES
 from flexsearch.topology import Communication, Topology
 from flexsearch.topology.parts import COLLECTIVES, Group, Protocol

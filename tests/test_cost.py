@@ -233,8 +233,8 @@ def test_a_measurement_takes_precedence() -> None:
     for operator in (2, 3):  # layers of one form share it, and so do all pieces of the size
         for half in ((0, 64), (64, 128)):
             assert costs.compute(operator, piece(GRAPH, operator, p=half), 0) == (7.0, 9.0)
-    assert costs.measured(2, piece(GRAPH, 2, p=(64, 128)), 0)
-    assert not costs.measured(2, piece(GRAPH, 2), 0)
+    axes = GRAPH.operators[2].sizes
+    assert costs.is_measured(2, {**axes, "p": 64}, 0) and not costs.is_measured(2, axes, 0)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def test_compute_runs_at_the_rate_of_the_type_and_updates_move_the_same_bytes() 
     costs = Costs(graph, topology), Costs(half, topology)
     fast = Costs(graph, Topology(**fields(preset, {"float32": device.flops_for("bfloat16")})))
     linear, config = graph.index["blocks.0.mlp.fc1"], baseline("single", graph, topology).configs["blocks.0.mlp.fc1"]
-    times = [Lowering(c.graph, c.topology, c).placed(linear, config).forward_s[0] for c in (*costs, fast)]
+    times = [c.compute(linear, Lowering(c.graph, c.topology, c).placed(linear, config).pieces[0], 0)[0] for c in
+             (*costs, fast)]  # fmt: skip
     assert times[0] > times[2] >= times[1]  # fewer bytes, too
     elements = 10**9
     assert costs[1].update(2 * elements, 1, 0, "adam", "bf16") == costs[0].update(4 * elements, 1, 0, "adam")

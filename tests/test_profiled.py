@@ -96,7 +96,7 @@ def test_a_piece_takes_its_share_of_the_given_time_on_any_device() -> None:
     costs = Costs(graph, topology)
     op = graph.operators[3]
     extents = [tuple({"b": b}.get(axis, op.sizes[axis]) for axis in op.access.axes) for b in (8, 3, 1)]
-    found = costs.pieces(3, extents, np.array([0, 1, 2]), np.array([0, 1, 1], np.uint32))
+    found = costs.of_extents(3, extents, 0)
     np.testing.assert_allclose(found, [[2e-3, 0.75e-3, 0.25e-3], [5e-3, 1.875e-3, 0.625e-3]], atol=TICK_S)
     axes = {axis: (0, n) for axis, n in zip(op.access.axes, extents[1], strict=True)}
     piece = make_piece(op, axes, *([graph.tensor[x].shape for x in names] for names in (op.inputs, op.outputs)))
@@ -109,7 +109,7 @@ def test_other_batches_take_in_proportion() -> None:
     graph = with_batch(pipedream(), Fraction(1, 4))
     assert graph.batch == 2 and graph.operators[0].attributes["samples"] == 8
     everything = [tuple(graph.operators[3].sizes[axis] for axis in graph.operators[3].access.axes)]
-    found = Costs(graph, equal_devices(1, 1e9)).pieces(3, everything, np.array([0]), np.array([0], np.uint32))
+    found = Costs(graph, equal_devices(1, 1e9)).of_extents(3, everything, 0)
     np.testing.assert_allclose(found[:, 0], [0.5e-3, 1.25e-3], atol=TICK_S)
 
 

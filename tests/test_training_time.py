@@ -17,9 +17,8 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower import Communication, recipe_rows
 from flexsearch.lower.recipe_rows import push_cost, with_exchanges, with_pushes
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.lower.rows import NEVER, RECIPE, Segments
+from flexsearch.lower.rows import NEVER, RECIPE, Rows, Segments
 from flexsearch.lower.several import computing, repeated
-from flexsearch.lower.view import Rows
 from flexsearch.setting import Setting
 from flexsearch.simulate.asynchronous import STEPS, Arrival, AsynchronousTime
 from flexsearch.simulate.engine import Engine
@@ -82,7 +81,7 @@ def test_a_mean_step_is_that_of_the_plan(text: str) -> None:
     """Of the same rows, by ``simulate``: all recipes in which workers go together."""
     topology = Topology.load("ethernet-1g:5") if "devices" in text else ETHERNET
     recipe, of = parse_recipe(text).planned, workers(topology=topology)
-    time, steps = SynchronousTime(of, recipe, SIZES), 2 * recipe.cycle(4)
+    time, steps = SynchronousTime(of, recipe, SIZES), 2 * recipe.period * recipe.partners.cycle(4)
     exchanged(recipe, of, steps, time)
     assert time.seconds / steps == pytest.approx(mean_of(text, topology), rel=1e-9)
 

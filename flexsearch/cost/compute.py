@@ -89,19 +89,6 @@ class Costs:
         extents = tuple(high - low for low, high in map(piece.axes.__getitem__, self._axes[operator]))
         return self._seconds(operator, extents, self._class_of[device])
 
-    def pieces(
-        self, operator: int, extents: Sequence[tuple[int, ...]], extent_of: npt.NDArray[np.intp],
-        device: npt.NDArray[np.uint32],
-    ) -> npt.NDArray[np.float64]:  # fmt: skip
-        """Seconds of the forward and of the backward tasks (rows) of pieces: piece k has as many indices on each axis
-        of the operator's access as ``extents[extent_of[k]]`` says, and is on ``device[k]``."""
-        kinds = self.kinds[device]
-        seconds = np.empty((2, len(device)))
-        for kind in np.unique(kinds).tolist():
-            here = kinds == kind
-            seconds[:, here] = self.of_extents(operator, extents, kind)[:, extent_of[here]]
-        return seconds
-
     def of_extents(self, operator: int, extents: Sequence[tuple[int, ...]], kind: int) -> npt.NDArray[np.float64]:
         """Seconds of the forward and of the backward task (rows) of pieces of these extents on a kind of device."""
         return np.array([self._seconds(operator, extent, kind) for extent in extents]).T
@@ -213,13 +200,8 @@ class Costs:
         per_byte, per_tensor = model.update_rates(optimizer, half, wide)
         return 2 * per_byte if half else per_byte, per_tensor  # see ``STREAMS``
 
-    def measured(self, operator: int, piece: Piece, device: int) -> bool:
-        """Whether the cost of this piece was measured, not estimated."""
-        extents = {axis: piece.extent(axis) for axis in self._axes[operator]}
-        return self.is_measured(operator, extents, self._class_of[device])
-
     def is_measured(self, operator: int, extents: Mapping[str, int], kind: int) -> bool:
-        """The same of a piece of these extents on a kind of device."""
+        """Whether the cost of a piece of these extents on a kind of device was measured, not estimated."""
         profile = self._models[kind].profile
         return profile is not None and self._costed[operator].signature(extents) in profile.entries
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from flexsearch.compiled import F64, I64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.learned import Network
 from flexsearch.cost.ticks import TICK, whole
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 from flexsearch.topology import Topology
 from flexsearch.topology.parts import FORMS
 from flexsearch.topology.routes import RouteTable, first_piece, second_piece
@@ -333,12 +333,9 @@ def make_rates(topology: Topology, learned: Network) -> Rates:
 def make_tally(topology: Topology) -> Tally:
     """An empty one."""
     resources, devices = len(topology.resources), len(topology.devices)
-    return Tally(
-        load=np.zeros(resources, np.int64), touched=np.zeros(resources, np.uint32),
-        moved=np.zeros(resources, np.int64), dragged=np.zeros(resources, np.uint32),
-        messages=np.zeros(2 * devices, np.uint32), talking=np.zeros(2 * devices, np.uint32),
-        listed=np.zeros(3, np.uint64), latency=np.zeros(1), most=np.zeros(1, np.uint32), unit=np.ones(1, np.int64),
-        order=np.zeros(devices, np.uint64), begin=np.zeros(devices + 1, np.uint32),
+    return zeros(
+        Tally, load=resources, touched=resources, moved=resources, dragged=resources, messages=2 * devices,
+        talking=2 * devices, listed=3, unit=np.ones(1, np.int64), order=devices, begin=devices + 1,
         groups=_group_table(resources, devices),
     )  # fmt: skip
 
@@ -346,17 +343,10 @@ def make_tally(topology: Topology) -> Tally:
 def _group_table(resources: int, devices: int) -> GroupTable:
     """An empty one, with room for all rows of at least one group."""
     words, rows = 1 - -devices // int(WORD), max(ROWS, 4 * int(WAYS) * resources)
-    hosts, fewest, most, rings = (np.zeros(SLOTS, np.uint32) for _ in range(4))
-    first, middle, last = (np.zeros(SLOTS * int(WAYS), np.uint32) for _ in range(3))
-    return GroupTable(
-        np.zeros(SLOTS * words, np.uint64), hosts, fewest, most, rings, np.zeros(SLOTS), first, middle, last,
-        np.zeros(rows, np.uint32), np.zeros(rows, np.int64), np.zeros(1, np.uint64), np.zeros(words, np.uint64),
-    )  # fmt: skip
+    by_way = dict.fromkeys(("first", "middle", "last"), SLOTS * int(WAYS))
+    return zeros(GroupTable, SLOTS, member=SLOTS * words, **by_way, resource=rows, amount=rows, size=1, key=words)
 
 
 def empty_loads(room: int) -> Loads:
     """Room for so many rows."""
-    return Loads(
-        np.zeros(room, np.uint32), np.zeros(room, np.int64), np.zeros(room), np.zeros(room), np.zeros(room, np.uint32),
-        np.zeros(room, np.int64), np.zeros(room), np.zeros(3, np.uint64),
-    )  # fmt: skip
+    return zeros(Loads, room, size=3)

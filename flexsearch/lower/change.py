@@ -9,7 +9,7 @@ import numpy as np
 from flexsearch.compiled import ONE, U8, U32, U64, lean, wide
 from flexsearch.lower.arrays import NOTHING, BlockTable, Pools, Program, State
 from flexsearch.lower.rows import BACKWARD, GATHER_ONCE, RECOMPUTE, REGATHER, is_gather
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 ALWAYS = np.uint32(0xFFFFFFFE)
 """Slot without an operator: the loss, which goes everywhere."""
@@ -80,21 +80,11 @@ MOST_MISSING = 4096
 def empty_change(wiring: Wiring, operators: int, blocks: int) -> Change:
     """Room for the largest change of plans of so many operators and blocks."""
     weights, slots, tensors = len(wiring.weight_type), len(wiring.slot_operator), len(wiring.tensor_producer)
-    return Change(
-        operator=_numbers(operators), config=_numbers(operators), number=_counts(1), slot=_numbers(slots),
-        weight=_numbers(weights), touched=_counts(2), tensor_stamp=_counts(tensors), weight_stamp=_counts(weights),
-        block_stamp=_counts(blocks), source_stamp=_counts(blocks), round=_counts(1),
-        missing=_counts(MOST_MISSING, 3), lacking=_counts(1), block=_numbers(blocks), blocks=_counts(1),
-        source=_numbers(blocks), sources=_counts(1), row=_numbers(slots), old_row=_numbers(slots),
+    return zeros(
+        Change, operator=operators, config=operators, slot=slots, weight=weights, touched=2, tensor_stamp=tensors,
+        weight_stamp=weights, block_stamp=blocks, source_stamp=blocks, missing=(MOST_MISSING, 3), block=blocks,
+        source=blocks, row=slots, old_row=slots,
     )  # fmt: skip
-
-
-def _numbers(count: int) -> U32:
-    return np.zeros(count, np.uint32)
-
-
-def _counts(*size: int) -> U64:
-    return np.zeros(size, np.uint64)
 
 
 @wide

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, TWO, U8, U32, U64, ZERO, lean
 from flexsearch.cost.collectives import ALL_REDUCE, note_least
@@ -13,10 +12,30 @@ from flexsearch.cost.tally import Rates, turn_of
 from flexsearch.cost.ticks import ticks_of
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools
-from flexsearch.lower.connections import connection_of
-from flexsearch.lower.orbits import BlockMap, add_places, at_once, crosses_blocks, orbit_of
+from flexsearch.lower.orbits import (
+    RECEIVES,
+    SENDS,
+    BlockMap,
+    add_places,
+    at_once,
+    crosses_blocks,
+    mixed,
+    number_of,
+    orbit_of,
+)
 from flexsearch.lower.reshard import Reshard
-from flexsearch.lower.workspace import DRAG, FIRST, LAST, LINK, MIDDLE, RECEIVE, SEND, Exchanges, Workspace
+from flexsearch.lower.workspace import (
+    DRAG,
+    FIRST,
+    LAST,
+    LINK,
+    MIDDLE,
+    RECEIVE,
+    SEND,
+    Exchanges,
+    Workspace,
+    begin_of,
+)
 from flexsearch.topology.routes import RouteTable
 
 
@@ -32,7 +51,7 @@ def append(
     rows = workspace.exchanges
     first, last, end = workspace.result[FIRST], workspace.result[LAST], workspace.exchanges.end
     for k in range(np.uint64(DRAG) + ONE):
-        most = np.uint64(end[k, last - ONE]) - _begin(end, k, first) if last > first else ZERO
+        most = np.uint64(end[k, last - ONE]) - begin_of(end, k, first) if last > first else ZERO
         if size[k] + (TWO * most if k in (SEND, RECEIVE) else most) > _room(pools, k):
             return False
     if size[4] + last - first > np.uint64(pools.duration.shape[0]):
@@ -82,8 +101,8 @@ def _is_folded(blocks: BlockMap, rows: Exchanges, first: Any, last: Any) -> Any:
     if blocks.replicas[0] == ONE or first == last:
         return False
     send, receive = np.uint64(rows.end[SEND, last - ONE]), np.uint64(rows.end[RECEIVE, last - ONE])
-    beyond = crosses_blocks(blocks, rows.send, _begin(rows.end, SEND, first), send)
-    return beyond or crosses_blocks(blocks, rows.receive, _begin(rows.end, RECEIVE, first), receive)
+    beyond = crosses_blocks(blocks, rows.send, begin_of(rows.end, SEND, first), send)
+    return beyond or crosses_blocks(blocks, rows.receive, begin_of(rows.end, RECEIVE, first), receive)
 
 
 @lean
@@ -93,8 +112,8 @@ def _stands_for_itself(workspace: Workspace, blocks: BlockMap, first: Any, x: An
     blocks are not treated alike."""
     rows, orbits = workspace.exchanges, workspace.orbits
     orbits.own[x], orbits.digest[x], count = orbit_of(
-        blocks, rows.send, _begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x]), rows.receive,
-        _begin(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x]),
+        blocks, rows.send, begin_of(rows.end, SEND, x), np.uint64(rows.end[SEND, x]), rows.receive,
+        begin_of(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x]),
     )  # fmt: skip
     orbits.missing[x], orbits.crosses[x], before = ZERO, ZERO, ZERO
     for y in range(first, x):
@@ -122,11 +141,11 @@ _stands = direct(_stands_for_itself)
 @lean
 def _is_in_one_block(blocks: BlockMap, rows: Exchanges, x: Any) -> Any:
     """Whether all devices of exchange ``x`` are in the same block."""
-    first = np.uint64(rows.send[_begin(rows.end, SEND, x)]) // blocks.devices[0]
-    for k in range(_begin(rows.end, SEND, x), np.uint64(rows.end[SEND, x])):
+    first = np.uint64(rows.send[begin_of(rows.end, SEND, x)]) // blocks.devices[0]
+    for k in range(begin_of(rows.end, SEND, x), np.uint64(rows.end[SEND, x])):
         if np.uint64(rows.send[k]) // blocks.devices[0] != first:
             return False
-    for k in range(_begin(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
+    for k in range(begin_of(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
         if np.uint64(rows.receive[k]) // blocks.devices[0] != first:
             return False
     return True
@@ -153,17 +172,17 @@ def _append_one(
     pools.start[at], pools.amount[at] = rows.start[x], rows.amount[x]
     pools.duration[at] = ticks_of(rows.duration[x])
     pools.key[at], pools.form[at] = 0, rows.form[x]
-    begin, last, form = _begin(end, SEND, x), np.uint64(end[SEND, x]), np.uint64(rows.form[x])
+    begin, last, form = begin_of(end, SEND, x), np.uint64(end[SEND, x]), np.uint64(rows.form[x])
     members = last - begin
     pools.connection[at] = connection_of(
-        rates, form, rows.send, begin, last, rows.receive, _begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
+        rates, form, rows.send, begin, last, rows.receive, begin_of(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
     )
-    links, ends = _begin(end, LINK, x), np.uint64(end[LINK, x])
+    links, ends = begin_of(end, LINK, x), np.uint64(end[LINK, x])
     _bring_least(rows, routes, rates, links, ends, begin, last, x)
     pools.send_first[at], pools.send_last[at], pools.from_first[at], pools.from_last[at] = _list(
         blocks, rows.send, begin, last, pools.send, size, SEND
     )
-    begin, last = _begin(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
+    begin, last = begin_of(end, RECEIVE, x), np.uint64(end[RECEIVE, x])
     pools.receive_first[at], pools.receive_last[at], pools.to_first[at], pools.to_last[at] = _list(
         blocks, rows.receive, begin, last, pools.receive, size, RECEIVE
     )
@@ -197,11 +216,27 @@ def _append_one(
 
 
 @lean
+def connection_of(
+    rates: Rates, form: Any, send: U32, first: Any, last: Any, receive: U32, begin: Any, end: Any
+) -> Any:  # fmt: skip
+    """A number of the connection from devices ``send[first:last]`` to ``receive[begin:end]``, odd where it carries two
+    communications at once. Messages between two devices share one connection, and a group's collectives share those of
+    the group, or NCCL's communicator: the first in is the first out. Of the all-reduces of a group, gloo carries out
+    two at once, by two threads (measured, ``benchmarks/link_sharing.py``)."""
+    number = mixed(TWO if form == ALL_REDUCE or rates.by_group[form] == 1 else ONE)
+    for k in range(first, last):
+        number += number_of(send[k], SENDS)
+    for k in range(begin, end):
+        number += number_of(receive[k], RECEIVES)
+    return (number << ONE) | np.uint64(rates.two_at_once[form])
+
+
+@lean
 def _append_drags(rows: Exchanges, blocks: BlockMap, own: Any, pools: Pools, size: U64, x: Any) -> None:
     """Add what exchange ``x`` takes from processors. ``own``: see ``_append_one``."""
     loads, end = rows.loads, rows.end
     blocks.listing[0] += ONE
-    for k in range(_begin(end, DRAG, x), np.uint64(end[DRAG, x])):
+    for k in range(begin_of(end, DRAG, x), np.uint64(end[DRAG, x])):
         to = _row_of(blocks, np.uint64(loads.drag[k]), pools.drag, size, DRAG)
         ticks, load = ticks_of(loads.drag_s[k]), loads.drag_load[k]
         if blocks.seen[0] == ZERO:
@@ -276,12 +311,6 @@ def _row_of(blocks: BlockMap, resource: Any, to: U32, size: U64, k: Any) -> Any:
         size[k] += ONE
         blocks.seen[0] = ZERO
     return blocks.row[image]
-
-
-@lean
-def _begin(end: npt.NDArray[np.uint32], k: Any, x: Any) -> Any:
-    """Where list ``k`` of exchange ``x`` begins."""
-    return np.uint64(end[k, x - ONE]) if x > ZERO else ZERO
 
 
 @lean

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -45,19 +44,7 @@ class Fold:
 
     def unfold(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...]:
         """The plan of the whole graph on all devices, of which ``configs`` are one block's part."""
-        return tuple(self._unfolded(i, config) for i, config in enumerate(configs))
-
-    @cached_property
-    def _alike(self) -> tuple[int, ...]:
-        """By operator: the first one whose configs are unfolded in the same way."""
-        first: dict[object, int] = {}
-        shared = zip(self.whole.operators, self.samples, strict=True)
-        return tuple(first.setdefault((op.axes, axis), i) for i, (op, axis) in enumerate(shared))
-
-    @cached_property
-    def _unfolded_configs(self) -> dict[tuple[int, OperatorConfig], OperatorConfig]:
-        """Configs that were unfolded."""
-        return {}
+        return tuple(self._unfold(i, config) for i, config in enumerate(configs))
 
     def folded(self, configs: Sequence[OperatorConfig]) -> tuple[OperatorConfig, ...] | None:
         """One block's part of a whole plan; None if the blocks do not all do the same."""
@@ -84,13 +71,7 @@ class Fold:
             return None
         shares = tuple((a, row[: dict(degrees)[a]]) for a, row in config.shares if a in dict(degrees))
         part = OperatorConfig(degrees, own, copies, config.states, shares, config.sharded_over)
-        return part if self._unfolded(operator, part) == config else None
-
-    def _unfolded(self, operator: int, config: OperatorConfig) -> OperatorConfig:
-        key = self._alike[operator], config
-        if (cached := self._unfolded_configs.get(key)) is None:
-            cached = self._unfolded_configs[key] = self._unfold(operator, config)
-        return cached
+        return part if self._unfold(operator, part) == config else None
 
     def _unfold(self, operator: int, config: OperatorConfig) -> OperatorConfig:
         op, axis = self.whole.operators[operator], self.samples[operator]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexsearch.compiled import I64, ONE, U8, U32, U64, ZERO, lean
+from flexsearch.compiled import I64, ONE, U8, U32, U64, lean
 from flexsearch.cost.collectives import ALL_REDUCE
 from flexsearch.lower.interned import Side
 from flexsearch.lower.orbits import BlockMap, mixed, place_of
@@ -23,6 +23,7 @@ from flexsearch.lower.workspace import (
     SEND,
     Exchanges,
     Workspace,
+    begin_of,
 )
 from flexsearch.packed import packed
 
@@ -128,15 +129,10 @@ def append_landing(
 def _join(rows: Exchanges, first: Any, last: Any, bit: Any, sends: Any, role: U8) -> None:
     """Note who takes part in a phase, and who ``sends``."""
     for x in range(first, last):
-        for k in range(_begin(rows, SEND, x), np.uint64(rows.end[SEND, x])):
+        for k in range(begin_of(rows.end, SEND, x), np.uint64(rows.end[SEND, x])):
             role[np.uint64(rows.send[k])] |= bit | sends
-        for k in range(_begin(rows, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
+        for k in range(begin_of(rows.end, RECEIVE, x), np.uint64(rows.end[RECEIVE, x])):
             role[np.uint64(rows.receive[k])] |= bit | RECEIVES
-
-
-@lean
-def _begin(rows: Exchanges, k: Any, x: Any) -> Any:
-    return np.uint64(rows.end[k, x - ONE]) if x > ZERO else ZERO
 
 
 @lean

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import I64, ONE, TWO, U32, U64, ZERO, lean, wide
+from flexsearch.cost.tally import sort
 from flexsearch.lower.keys import MISSING
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 FIRST_ROOM = 1 << 12
 """Rows of each array at first."""
@@ -222,20 +223,12 @@ def _find_same(pool: Interned, grid: Any, count: Any, rank: Any) -> None:
 
 @lean
 def _sort_by_term(pool: Interned, grid: Any, count: Any) -> None:
-    """Lists of the entries of each term, in ascending order of terms and entries (Shell sort)."""
+    """Lists of the entries of each term, in ascending order of terms and entries."""
     first, start = np.uint64(pool.grid_first[grid]), pool.terms[0]
     order = pool.order
     for k in range(count):
         order[k] = np.uint64(pool.term[first + k]) << np.uint64(32) | np.uint64(k)
-    gap = count // TWO
-    while gap > ZERO:
-        for k in range(gap, count):
-            value, at = order[k], np.uint64(k)
-            while at >= gap and order[at - gap] > value:
-                order[at] = order[at - gap]
-                at -= gap
-            order[at] = value
-        gap //= TWO
+    sort(order, count)
     terms = ZERO
     for k in range(count):
         pool.copy[first + k] = order[k] & np.uint64(0xFFFFFFFF)
@@ -303,15 +296,13 @@ def _place_again(old: Interned, new: Interned, box: I64, term: U32) -> None:
 
 def empty_interned(room: int, devices: int) -> Interned:
     """Room for so many rows of each list; ``devices``: of the topology."""
-    rows, long = _u32(room), max(room, 2 * devices)
-    return Interned(
-        mesh_first=rows, mesh_last=_u32(room), device=_u32(4 * long), grid_first=_u32(room), grid_last=_u32(room),
-        grid_rank=_u32(room), grid_box=_u32(room), grid_term=_u32(room), grid_terms=_u32(room),
-        volume=np.zeros(4 * long, np.int64), term=_u32(4 * long), same=_u32(4 * long), copy=_u32(4 * long),
-        box=np.zeros((16 * long, 2), np.int64), term_first=_u32(5 * long), layout_grid=_u32(4 * room),
-        layout_mesh=_u32(4 * room), mesh_place=_u32(_power(2 * room)), grid_place=_u32(_power(2 * room)),
-        layout_place=_u32(_power(8 * room)), order=np.zeros(4 * long, np.uint64), bucket=_u32(_power(16 * long)),
-        meshes=_one(), devices=_one(), grids=_one(), entries=_one(), boxes=_one(), terms=_one(), layouts=_one(),
+    long = max(room, 2 * devices)
+    by_entry = dict.fromkeys(("device", "volume", "term", "same", "copy", "order"), 4 * long)
+    numbers = dict.fromkeys(("meshes", "devices", "grids", "entries", "boxes", "terms", "layouts"), 1)
+    return zeros(
+        Interned, room, **by_entry, **numbers, box=(16 * long, 2), term_first=5 * long, layout_grid=4 * room,
+        layout_mesh=4 * room, mesh_place=_power(2 * room), grid_place=_power(2 * room), layout_place=_power(8 * room),
+        bucket=_power(16 * long),
     )  # fmt: skip
 
 
@@ -321,17 +312,9 @@ def grown(pool: Interned) -> Interned:
     new = empty_interned(room, 0)
     largest = int((pool.grid_last - pool.grid_first).max()) + 1
     box = np.zeros((largest, int(pool.grid_rank.max()) + 1, 2), np.int64)
-    _place_again(pool, new, box, _u32(largest))
+    _place_again(pool, new, box, np.zeros(largest, np.uint32))
     return new
 
 
 def _power(least: int) -> int:
     return 1 << (least - 1).bit_length()
-
-
-def _u32(count: int) -> U32:
-    return np.zeros(count, np.uint32)
-
-
-def _one() -> U64:
-    return np.zeros(1, np.uint64)

@@ -8,7 +8,7 @@ import numpy as np
 
 from flexsearch.compiled import ONE, TWO, U32, U64, ZERO, lean, wide
 from flexsearch.direct import direct
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 BUCKET, RESHARD, WEIGHT, STEP, PLAN, HELD, LAYOUT = 0, 1, 6, 7, 8, 9, 10
 """Kinds of keys. RESHARD + log2(bytes per element), which is at most 4 (complex128): (source, destination layout) ->
@@ -132,4 +132,4 @@ class Keys:
 
 
 def _empty(room: int) -> Table:
-    return Table(np.zeros(room, np.uint64), np.zeros(room, np.uint32), np.zeros(1, np.uint64))
+    return zeros(Table, room, size=1)

@@ -1,4 +1,4 @@
-"""Where the pieces of a tensor lie (layouts), and what each device computes of an operator (placements).
+"""Where the pieces of a tensor lie (layouts).
 
 The search asks for thousands of layouts and looks at few of them, so they are made as arrays, each one once, and become
 tuples of entries where somebody reads them.
@@ -7,7 +7,6 @@ tuples of entries where somebody reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from flexsearch.compiled import I64, U32, ZERO
 from flexsearch.direct import direct
-from flexsearch.graph import Box, Piece
+from flexsearch.graph import Box
 from flexsearch.lower.interned import (
     FIRST_ROOM,
     Side,
@@ -27,6 +26,7 @@ from flexsearch.lower.interned import (
     write_side,
 )
 from flexsearch.lower.keys import MISSING
+from flexsearch.packed import zeros
 
 _intern_mesh = direct(intern_mesh)
 _intern_grid = direct(intern_grid)
@@ -84,16 +84,6 @@ class Laid:
         side = empty_side(len(self), self.grid.box.shape[1])
         _write_side(self._layouts.pool, np.uint64(self.number), side)
         return side
-
-    def elements(self, devices: int) -> I64:
-        """Elements that lie on each of ``devices`` devices."""
-        if self._elements is None:
-            # Exact: sums of integers below 2^53.
-            sums = np.bincount(self.device, weights=self.grid.volume, minlength=devices)
-            self._elements = sums.astype(np.int64)
-        return self._elements
-
-    _elements: I64 | None = None
 
 
 class Layouts:
@@ -175,28 +165,7 @@ class Layouts:
 
 def empty_side(entries: int, dimensions: int) -> Side:
     """Room for a layout of so many entries and dimensions."""
-    return Side(
-        np.zeros(entries, np.uint32), np.zeros((entries, dimensions, 2), np.int64), np.zeros(entries, np.int64),
-        np.zeros(entries, np.uint32), np.zeros(entries + 1, np.uint32), np.zeros(entries, np.uint32),
-        np.zeros(2, np.uint64),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Placement:
-    """An operator's pieces under a config. ``pieces[k]`` runs on ``devices[k]``; ``terms[k]`` tells pieces that compute
-    something different from replicas. ``reads[i]`` is the layout of operand i as the pieces need it, and of the
-    gradients with respect to it as they make them; ``writes[j]`` the layout of output j."""
-
-    devices: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    terms: tuple[int, ...]
-    reads: tuple[Layout, ...]
-    writes: tuple[Layout, ...]
-
-    def piece_on(self, device: int) -> Piece:
-        """The piece that ``device`` computes."""
-        return self.pieces[self.devices.index(device)]
+    return zeros(Side, entries, box=(entries, dimensions, 2), term_first=entries + 1, size=2)
 
 
 def bounding(boxes: Sequence[Box]) -> Box:

@@ -13,21 +13,20 @@ from functools import cached_property
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError
-from flexsearch.graph import Flow, OperatorGraph, Tensor, volume
+from flexsearch.graph import Flow, OperatorGraph, Tensor
 from flexsearch.lower.bucket import added_before, bucket_of
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.lower.layout import Layout
-from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Placed, Weight, kept
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import sums_of
 from flexsearch.lower.recipe_rows import with_recipes
 from flexsearch.lower.recipes import RecipeGroup, cycle, recipe_groups
+from flexsearch.lower.rows import Rows
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.share import share_of, stages_of
-from flexsearch.lower.taskgraph import TaskGraph
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Communications, Rows, task_graph
+from flexsearch.lower.view import Described
 from flexsearch.strategy import OperatorConfig, Options, Sharding, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
@@ -35,44 +34,17 @@ from flexsearch.topology import Topology
 
 
 @dataclass(frozen=True)
-class Lowered:
+class Lowered(Described):
     """Everything that simulator and runtime need. ``lowering`` made it. ``placed[i]`` belongs to operator i;
     ``edges_of[name]``: edges of a tensor; ``result_edges``: tensor -> edge that brings it to where it is wanted, the
     loss to every device; ``update_edges``: buffer -> edge of its new value. ``rows``: what every device does, in order;
-    ``turns``: by device, s (see ``TaskGraph``). ``plain_rows``: the same without recipes. With several microbatches,
-    ``graph`` is that of one."""
+    ``plain_rows``: the same without recipes. With several microbatches, ``graph`` is that of one."""
 
     lowering: Lowering
-    graph: OperatorGraph
-    topology: Topology
     options: Options
-    configs: tuple[OperatorConfig, ...]
     placed: tuple[Placed, ...]
-    edges: tuple[Edge, ...]
-    weights: tuple[Weight, ...]
     edges_of: Mapping[str, tuple[int, ...]]
-    edge_of: Mapping[tuple[int, int], int]
-    result_edges: Mapping[str, int]
-    update_edges: Mapping[str, int]
-    stages: Stages
-    turns: Sequence[float]
-    rows: Rows
     plain_rows: Rows
-
-    @cached_property
-    def communications(self) -> Communications:
-        """What the rows communicate."""
-        return Communications(self)
-
-    @cached_property
-    def order(self) -> Order:
-        """What the rows wait for."""
-        return order_of(self.rows)
-
-    @cached_property
-    def tasks(self) -> TaskGraph:
-        """The rows as tasks."""
-        return task_graph(self)
 
     def moved(self, purpose: str, key: int) -> Tensor:
         """What a communication moves: the tensor of an edge, or the gradient of a weight as it is held."""
@@ -134,15 +106,6 @@ class Lowered:
     def devices(self) -> tuple[int, ...]:
         """Devices that compute anything."""
         return tuple(sorted({d for config in self.configs for d in config.devices}))
-
-    def stored_bytes(self, device: int) -> int:
-        """Bytes of weights that ``device`` keeps."""
-        return sum(
-            volume(entry.box) * self.graph.tensor[weight.tensor].itemsize
-            for weight in self.weights
-            for entry in weight.plan.storage
-            if entry.device == device
-        )
 
 
 class Lowering(Pieces):
@@ -257,9 +220,10 @@ class _Assembly:
         self._connect()
         rows = self.lowering.rows(self.configs, self.options, self.stages)
         lowered = Lowered(
-            self.lowering, self.graph, self.topology, self.options, self.configs, self.placed, tuple(self.edges),
-            tuple(self.weights), self.edges_of, self.edge_of, self.result_edges, self.update_edges, self.stages,
-            self.lowering.turns, rows, rows,
+            lowering=self.lowering, graph=self.graph, topology=self.topology, options=self.options,
+            configs=self.configs, placed=self.placed, edges=tuple(self.edges), weights=tuple(self.weights),
+            edges_of=self.edges_of, edge_of=self.edge_of, result_edges=self.result_edges,
+            update_edges=self.update_edges, stages=self.stages, rows=rows, plain_rows=rows,
         )  # fmt: skip
         if not self.options.recipes:
             return lowered

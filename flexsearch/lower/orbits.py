@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexsearch.compiled import ONE, U32, U64, ZERO, lean, wide
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 _FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 SENDS, RECEIVES = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
@@ -43,12 +43,9 @@ class BlockMap(NamedTuple):
 def make_block_map(image: U32, replicas: int, devices: int, inside: int) -> BlockMap:
     """That of a folded topology; of another with one replica."""
     room = max(len(image), replicas * devices) + 1
-    return BlockMap(
-        replicas=np.array([replicas], np.uint64), devices=np.array([devices], np.uint64),
-        inside=np.array([inside], np.uint64), lopsided=np.zeros(1, np.uint64),
-        image=image, images=images_of(image), listed=np.zeros(room, np.uint64), listing=np.zeros(1, np.uint64),
-        row=np.zeros(room, np.uint64), many=np.zeros(room, np.uint64),
-        seen=np.zeros(1, np.uint64),
+    return zeros(
+        BlockMap, replicas=np.array([replicas], np.uint64), devices=np.array([devices], np.uint64),
+        inside=np.array([inside], np.uint64), image=image, images=images_of(image), listed=room, row=room, many=room,
     )  # fmt: skip
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -20,8 +19,7 @@ from flexsearch.lower.rows import (
     SYNCHRONISE,
     WAIT,
     Numbers,
-    Schedule,
-    Segments,
+    Rows,
     blocks_run,
     ranges,
     steps_at,
@@ -30,19 +28,6 @@ from flexsearch.lower.taskgraph import Row
 
 _PASSES = (FORWARD, BACKWARD, RECOMPUTE)
 """Kinds of blocks that send activations and their gradients."""
-
-
-class Scheduled(Protocol):
-    """What of a plan's rows (``view.Rows``) their order follows from."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-
-    @property
-    def segments(self) -> Segments: ...
-
-    @property
-    def segment(self) -> npt.NDArray[np.uint32]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +67,7 @@ class Order:
 class _Keys:
     """Identities as numbers that are in the same order."""
 
-    def __init__(self, rows: Scheduled) -> None:
+    def __init__(self, rows: Rows) -> None:
         segments = rows.segments
         self.blocks = len(rows.segment)
         self.once = rows.schedule.once.astype(bool)
@@ -121,7 +106,7 @@ class _Steps:
     used: tuple[Numbers, Numbers]
 
 
-def order_of(rows: Scheduled) -> Order:
+def order_of(rows: Rows) -> Order:
     """The order of a plan's rows."""
     keys = _Keys(rows)
     devices = [_steps(rows, keys, device) for device in range(len(rows.schedule.group))]
@@ -173,7 +158,7 @@ def order_of(rows: Scheduled) -> Order:
     )  # fmt: skip
 
 
-def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
+def _steps(rows: Rows, keys: _Keys, device: int) -> _Steps:
     """What a device does, in its order."""
     schedule, segments = rows.schedule, rows.segments
     group = schedule.group[device]
@@ -207,7 +192,7 @@ def _steps(rows: Scheduled, keys: _Keys, device: int) -> _Steps:
     )
 
 
-def _followers(rows: Scheduled, keys: _Keys, row_keys: Numbers) -> tuple[Numbers, Numbers]:
+def _followers(rows: Rows, keys: _Keys, row_keys: Numbers) -> tuple[Numbers, Numbers]:
     """Pairs of keys: communications that follow others, and these."""
     segments = rows.segments
     microbatch, block, communicates, number = keys.parts(row_keys)

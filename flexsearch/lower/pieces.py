@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, U32
 from flexsearch.cost import Costs
-from flexsearch.graph import Box, Flow, Operator, OperatorGraph, Tensor
+from flexsearch.graph import Box, Flow, Operator, OperatorGraph, Piece, Tensor
 from flexsearch.lower.backward_order import buckets_of
 from flexsearch.lower.folding import Fold
-from flexsearch.lower.layout import Entry, Layout, Layouts, Placement, bounding
+from flexsearch.lower.layout import Entry, Layout, Layouts, bounding
 from flexsearch.lower.reading import readers, samples_of
 from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.lower.split import Blocks, Shared, Split, Splitter
@@ -27,9 +26,6 @@ from flexsearch.topology import Topology
 
 TURN_S = 3e-3
 """Devices that share a processor take turns of this length, s (the base slice of Linux's scheduler)."""
-
-Seconds = Callable[[Split, U32], F64]
-"""Costs of the pieces of a split on some devices: rows for forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -56,31 +52,24 @@ class Weight:
 
 
 class Placed:
-    """The pieces of an operator under a config. ``reads``/``writes``: layouts of the operands. ``device``: of each
-    piece. ``seconds``: (2, pieces) of its forward and its backward task."""
+    """The pieces of an operator under a config. ``reads``/``writes``: layouts of the operands, as the pieces need and
+    make them. ``device``: of each piece."""
 
-    def __init__(self, splitter: Splitter, config: OperatorConfig, seconds: Seconds) -> None:
-        self._splitter, self._config = splitter, config
+    def __init__(self, splitter: Splitter, config: OperatorConfig) -> None:
+        self._splitter, self._config, self.devices = splitter, config, config.devices
         self.device = np.array(config.devices, dtype=np.uint32)
         split = splitter.split(config)
-        self.seconds = seconds(split, self.device)
         self.reads = tuple(region.on(splitter.layouts, self.device) for region in split.inputs)
         self.writes = tuple(region.on(splitter.layouts, self.device) for region in split.outputs)
 
-    @property
-    def forward_s(self) -> tuple[float, ...]:
-        """Seconds of each piece's forward task."""
-        return tuple(self.seconds[0].tolist())
-
-    @property
-    def backward_s(self) -> tuple[float, ...]:
-        """Seconds of each piece's backward task."""
-        return tuple(self.seconds[1].tolist())
-
     @cached_property
-    def placement(self) -> Placement:
-        """The pieces themselves."""
-        return self._splitter.placement(self._config)
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces themselves, in the order of ``devices``."""
+        return self._splitter.pieces(self._config)
+
+    def piece_on(self, device: int) -> Piece:
+        """The piece that ``device`` computes."""
+        return self.pieces[self.devices.index(device)]
 
 
 _NO_SAMPLES = np.zeros(1, np.uint32)
@@ -118,7 +107,6 @@ class Pieces:
         """By resource of the network, the resource of the topology that stands for it."""
         users = Counter(topology.processor_of)
         self.turns = [TURN_S if users[processor] > 1 else inf for processor in topology.processor_of]
-        self._buckets: dict[int, dict[str, int]] = {}
 
     def _splitter(self, operator: int, op: Operator) -> Splitter:
         """Operators of the same form share one."""
@@ -140,13 +128,10 @@ class Pieces:
         return Blocks(fold.replicas, fold.devices, fold.samples[operator], spread)
 
     def placed(self, operator: int, config: OperatorConfig) -> Placed:
-        """The pieces of an operator under a config, with their costs."""
+        """The pieces of an operator under a config, on its devices."""
         key = operator, config
         if (cached := self._placed.get(key)) is None:
-            cached = self._placed[key] = Placed(
-                self._splitter_of[operator], config,
-                lambda split, device: self.costs.pieces(operator, split.extents, split.extent_of, device),
-            )  # fmt: skip
+            cached = self._placed[key] = Placed(self._splitter_of[operator], config)
         return cached
 
     def split(self, operator: int, config: OperatorConfig) -> Split:
@@ -204,9 +189,7 @@ class Pieces:
 
     def buckets(self, bucket_bytes: int) -> dict[str, int]:
         """Parameter -> number of its synchronisation bucket, of plans of one stage."""
-        if (cached := self._buckets.get(bucket_bytes)) is None:
-            cached = self._buckets[bucket_bytes] = buckets_of(self.graph, bucket_bytes)
-        return cached
+        return buckets_of(self.graph, bucket_bytes)
 
 
 def everywhere(topology: Topology) -> Layout:

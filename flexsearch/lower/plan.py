@@ -16,10 +16,10 @@ from flexsearch.lower.describe import DONE, FULL, LACKING, Plan, drop, keep, rew
 from flexsearch.lower.emit import row_of
 from flexsearch.lower.pieces import Pieces
 from flexsearch.lower.program import make_block_table, make_machine, make_program, sums_of
-from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, is_gather
+from flexsearch.lower.rows import GATHER_ONCE, NEVER, NOBODY, SYNCHRONISE, Rows, Sent, is_gather
 from flexsearch.lower.schedule import Stages, make_blocks, make_schedule
 from flexsearch.lower.templates import Templates
-from flexsearch.lower.view import Rows, Sent
+from flexsearch.packed import zeros
 from flexsearch.strategy import OperatorConfig, Options
 
 _keep = direct(keep)
@@ -99,14 +99,15 @@ class PlanRows:
     def set_numbers(self, operators: Numbers, configs: Numbers) -> None:
         """As ``set``, with configs by number."""
         self.clear()
-        self.ask(operators, configs)
-        while (status := self.describe(NEVER)) != DONE:
-            self.go_on(status)
-        _keep(self.plan)
+        self._take(operators, configs)
 
     def replace(self, configs: Mapping[int, OperatorConfig]) -> None:
         """Give some operators of the plan at hand other configs."""
-        self.ask(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+        self._take(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
+
+    def _take(self, operators: Numbers, configs: Numbers) -> None:
+        """Make the plan at hand with other configs for some operators the plan at hand."""
+        self.ask(operators, configs)
         while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
         _keep(self.plan)
@@ -192,7 +193,8 @@ class PlanRows:
         """Drop a proposal for which templates were LACKING or the arena was FULL, and help: it can be described again
         then. Returns whether segments have other numbers now."""
         if status == LACKING:
-            self._fill()
+            self.templates.fill(self.wiring, self.program, self.proposed, self.change)
+            _drop(self.plan)
             return False
         assert status == FULL
         _drop(self.plan)
@@ -200,33 +202,23 @@ class PlanRows:
         return True
 
     def make_room(self) -> None:
-        """Give the segments of the plan at hand other numbers, and forget all others. There must be no proposal."""
-        self.arena.make_room(*([] if self.whole[0] else [self.segment]))
-        self.new_segment[:] = self.segment
-        self.kept = new_filled()
-        for kept, filled in zip(self.kept, self.arena.filled, strict=True):
-            kept[:] = filled
-        self._plan = self._record()
-
-    def _fill(self) -> None:
-        """Add the templates that were missing, and undo the proposal."""
-        self.templates.fill(self.wiring, self.program, self.proposed, self.change)
-        _drop(self.plan)
+        """Forget all segments; write those of the plan at hand anew, with more room: they get other numbers. There must
+        be no proposal."""
+        at_hand, status = not self.whole[0], FULL
+        self.whole[0] = 1
+        while status == FULL:
+            self.arena.grow()
+            self.kept = new_filled()
+            self._plan = self._record()
+            status = int(_write(self._plan)) if at_hand else DONE
+        if at_hand:
+            _keep(self._plan)
 
     def empty_state(self) -> State:
         """No plan: template 0 everywhere, which is none."""
         slots, devices = len(self.wiring.slot_operator), len(self.lowering.topology.devices)
-        return State(
-            config=_numbers(len(self.lowering.graph.operators)), leader=np.arange(slots, dtype=np.uint32),
-            need=_numbers(slots), forward=_numbers(slots), backward=_numbers(slots), kept=_numbers(slots),
-            plan=_numbers(len(self.table.gather_of)), stored_bytes=_counts(devices), stored_count=_counts(devices),
-            busy=np.zeros(devices, np.int64), load=np.zeros(len(self.lowering.topology.resources), np.int64),
+        return zeros(
+            State, slots, config=len(self.lowering.graph.operators), leader=np.arange(slots, dtype=np.uint32),
+            plan=len(self.table.gather_of), stored_bytes=devices, stored_count=devices, busy=devices,
+            load=len(self.lowering.topology.resources),
         )  # fmt: skip
-
-
-def _numbers(*size: int) -> npt.NDArray[np.uint32]:
-    return np.zeros(size, np.uint32)
-
-
-def _counts(*size: int) -> npt.NDArray[np.uint64]:
-    return np.zeros(size, np.uint64)

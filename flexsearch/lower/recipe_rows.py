@@ -29,31 +29,18 @@ from flexsearch.cost.tally import turn_of
 from flexsearch.cost.ticks import LAUNCH_PARTS, TICK
 from flexsearch.direct import direct
 from flexsearch.graph import volume
-from flexsearch.lower.connections import connection_of
+from flexsearch.lower.exchanges import connection_of
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Schedule, Segments
-from flexsearch.lower.taskgraph import Communication
+from flexsearch.lower.rows import COMPUTE, ISSUE, RECIPE, RESULT, UPDATE, WAIT, Rows, Schedule, Segments
+from flexsearch.lower.taskgraph import Communication, RecipeBlock
 from flexsearch.sync import Exchange
 from flexsearch.sync.kinds import Work, work
 from flexsearch.sync.work import after, alone, before, between
 from flexsearch.topology.parts import FORMS
 
 Lowered = Any
-Rows = Any
-"""``lowering.Lowered`` and ``view.Rows``, which import this module."""
+"""``lowering.Lowered``, which imports this module."""
 _turn_of, _connection_of = getattr(turn_of, "py_func", turn_of), direct(connection_of)
-
-
-@dataclass(frozen=True)
-class RecipeBlock:
-    """What a block of a recipe holds, for those who read rows as tasks. ``group``: its number in
-    ``Lowered.recipe_groups``. ``exchanges``: those of the recipe in this step. ``work``: what its computations do, by
-    number; ``communications``, by number."""
-
-    group: int
-    exchanges: tuple[Exchange, ...]
-    work: tuple[str, ...]
-    communications: tuple[Communication, ...]
 
 
 @dataclass

@@ -11,13 +11,13 @@ data by direct messages or by scatter + all-gather. The candidates are costed on
 Among more than 64 hosts, sums are all-reduced, or added up in each host and then all-reduced among hosts, wherever that
 is possible; nothing is costed, since messages from each to each would be the square of the devices.
 
-:mod:`flexsearch.lower.planner` decides; here stands what it decided. A search needs sums of it (``Outline``), at once
-and for thousands of reshards; the moves are made again, by the same code, for the few reshards that somebody reads.
+:mod:`flexsearch.lower.planner` decides; here stands what it decided. Compiled code reads that off the workspace; for
+reports and ranks it becomes objects: exchanges at once, moves, which may be the square of the devices, where they are
+asked for, by planning once more.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,18 +26,30 @@ import numpy as np
 
 from flexsearch.compiled import U32
 from flexsearch.cost import Profile
-from flexsearch.cost.communication import Pricing, Transfer, priced_transfer
+from flexsearch.cost.communication import Pricing, priced_transfer
 from flexsearch.direct import direct
-from flexsearch.graph import Box, intersect, volume
-from flexsearch.lower.layout import Laid, Layout, Layouts
-from flexsearch.lower.moves import FREE, GIVEN, OWN
-from flexsearch.lower.outline import LOCAL, Details, Outline, details_of, outline_of, rows_of
+from flexsearch.graph import Box, intersect
+from flexsearch.lower.layout import Entry, Laid, Layout, Layouts
+from flexsearch.lower.moves import FREE, GIVEN
 from flexsearch.lower.planner import plan
+from flexsearch.lower.traffic import NONE
 from flexsearch.lower.workspace import (
+    DRAG,
     ERROR,
     FIRST,
     FULL,
     LAST,
+    LINK,
+    MESSAGE,
+    MIDDLE,
+    MOVE_FIRST,
+    MOVE_LAST,
+    MOVE_MIDDLE,
+    PHASES,
+    RECEIVE,
+    SEND,
+    TRIVIAL,
+    Exchanges,
     Workspace,
     make_workspace,
 )
@@ -64,8 +76,6 @@ class Planner:
         self.topology, self.pricing = topology, Pricing(topology, profile)
         self._dimensions, self._entries, self._rows = 4, 2 * len(topology.devices), ROOM
         self.workspace = self._new_workspace()
-        self.at_hand: Reshard | None = None
-        """The reshard that is in the workspace."""
 
     def _new_workspace(self) -> Workspace:
         sizes = len(self.topology.devices), self._dimensions, self._entries, self._rows, self._rows
@@ -73,7 +83,6 @@ class Planner:
 
     def room_for(self, dimensions: int, entries: int) -> Workspace:
         """The workspace, large enough for layouts of so many dimensions and entries; what is on it counts no more."""
-        self.at_hand = None
         if dimensions > self._dimensions or entries > self._entries:
             self._dimensions, self._entries = max(self._dimensions, dimensions), max(self._entries, 2 * entries)
             self.workspace = self._new_workspace()
@@ -100,44 +109,48 @@ class Planner:
 
 class Exchange:
     """Moves between different devices that happen together, or one all-reduce (``form`` "all_reduce": every device of
-    ``devices`` contributes the sum of its local moves and all receive the total of region ``box``)."""
+    ``devices`` contributes the sum of its local moves and all receive the total of region ``box``, else None).
+    ``nbytes``: that cross devices; ``amount``: bytes by which a collective is priced (of messages 0); ``start_s``:
+    seconds until bytes flow (of messages); ``transfer``: what it costs."""
 
-    def __init__(self, plan: Reshard, x: int) -> None:
-        outline = plan.outline
-        self._plan, self._x = plan, x
-        self.form: str = FORMS[int(outline.form[x])]
-        self.nbytes = int(outline.nbytes[x])
-        """Bytes that cross devices."""
-        self.amount, self.start_s = int(outline.amount[x]), float(outline.start[x])
-        """Bytes by which a collective is priced (of messages 0); seconds until bytes flow (of messages)."""
-        self.senders = tuple(outline.send[rows_of(outline.send_end, x)].tolist())
-        self.receivers = tuple(outline.receive[rows_of(outline.receive_end, x)].tolist())
+    def __init__(self, reshard: Reshard, rows: Exchanges, x: int, number: int) -> None:
+        self._reshard, self._number = reshard, number
+        self.form: str = FORMS[int(rows.form[x])]
+        self.nbytes, self.amount, self.start_s = int(rows.nbytes[x]), int(rows.amount[x]), float(rows.start[x])
+        self.senders = tuple(rows.send[_rows(rows, SEND, x)].tolist())
+        self.receivers = tuple(rows.receive[_rows(rows, RECEIVE, x)].tolist())
         self.devices = tuple(sorted({*self.senders, *self.receivers}))
+        links, drags = _rows(rows, LINK, x), _rows(rows, DRAG, x)
+        self.transfer = priced_transfer(float(rows.duration[x]), rows.loads, links, drags, int(rows.unit[x]))
+        leader = int(rows.leader[x])
+        self.box: Box | None = reshard.destination[leader].box if self.form == "all_reduce" else None
 
-    @cached_property
-    def transfer(self) -> Transfer:
-        """What it costs."""
-        o, x = self._plan.outline, self._x
-        links, drags = rows_of(o.link_end, x), rows_of(o.drag_end, x)
-        return priced_transfer(float(o.duration[x]), o.loads, links, drags, int(o.unit[x]))
-
-    @cached_property
+    @property
     def moves(self) -> tuple[Move, ...]:
         """What moves, in the order of the destination entries."""
-        return self._plan.moves_of(self._x)
+        return self._reshard.movement.remote[self._number]
 
     @property
     def messages(self) -> tuple[tuple[int, int, int], ...]:
         """(source device, destination device, bytes) of the moves; empty for an all-reduce."""
-        details = self._plan.details
-        return tuple(details.messages[rows_of(details.message_end, self._x)])
+        return self._reshard.movement.messages[self._number]
 
-    @property
-    def box(self) -> Box | None:
-        """Region that an all-reduce sums up."""
-        if self.form != "all_reduce":
-            return None
-        return self._plan.destination[int(self._plan.outline.leader[self._x])].box
+
+def _rows(rows: Exchanges, k: int, x: int) -> slice:
+    """The rows of list ``k`` that exchange ``x`` has."""
+    return slice(int(rows.end[k, x - 1]) if x else 0, int(rows.end[k, x]))
+
+
+class Movement(NamedTuple):
+    """What moves in a reshard. ``layouts``: from phase to phase. ``local``: by phase, what crosses no devices;
+    ``remote``, ``messages``: by exchange. ``aliased``, ``used``: see ``Reshard``."""
+
+    layouts: tuple[Layout, ...]
+    local: list[list[Move]]
+    remote: list[tuple[Move, ...]]
+    messages: list[tuple[tuple[int, int, int], ...]]
+    aliased: frozenset[int]
+    used: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -151,60 +164,47 @@ class Phase:
 
 
 class Reshard:
-    """Phases from ``source`` to ``destination``; made by :func:`reshard` and its like."""
+    """Phases from ``source`` to ``destination``. ``itemsize``: bytes per element; ``mode``: from which entries each is
+    made (``moves``). ``ranges``: by destination entry, first and last of the source entries that it is put together
+    from, each of which is a term of its own (a sharded weight)."""
 
     def __init__(
         self, planner: Planner, source: Laid, destination: Laid, itemsize: int, mode: Any = FREE,
         ranges: tuple[U32, U32] | None = None,
     ) -> None:  # fmt: skip
         self._planner, self._source, self._destination = planner, source, destination
-        self._itemsize, self._mode, self._ranges = itemsize, mode, ranges
-        self._count: int | None = None
+        self._itemsize, self._mode, self._ranges = itemsize, mode if ranges is None else GIVEN, ranges
 
     def planned(self) -> Workspace:
         """The planner's workspace, with this reshard in it until another is planned: rows FIRST to LAST of its
         exchanges."""
-        planner = self._planner
-        if planner.at_hand is not self:
-            workspace = planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
-            planner.at_hand = self
-            self._count = int(workspace.result[LAST] - workspace.result[FIRST])
-        return planner.workspace
+        return self._planner.run(self._source, self._destination, self._mode, self._ranges, self._itemsize)
 
     @cached_property
-    def outline(self) -> Outline:
-        """What it comes to, in sums."""
-        return outline_of(self.planned())
-
-    @cached_property
-    def details(self) -> Details:
-        """The rest: what moves."""
-        return details_of(self.planned(), self._source, self._destination)
+    def _decided(self) -> tuple[tuple[tuple[Exchange, ...], ...], bool]:
+        """The communication of each phase, and whether nothing at all is done."""
+        workspace = self.planned()
+        result = workspace.result.tolist()
+        first, middle, last = result[FIRST], result[MIDDLE], result[LAST]
+        exchanges = tuple(Exchange(self, workspace.exchanges, x, x - first) for x in range(first, last))
+        two = exchanges[: middle - first], exchanges[middle - first :]
+        return two if result[PHASES] == 2 else (exchanges,), bool(result[TRIVIAL])
 
     @property
-    def crosses(self) -> bool:
-        """Whether anything crosses devices."""
-        if self._mode == OWN:
-            return False
-        if self._count is None:
-            self.planned()
-        return bool(self._count)
+    def trivial(self) -> bool:
+        """Whether nothing is done anywhere: no move, no copy."""
+        return self._decided[1]
 
     @property
     def aliased(self) -> frozenset[int]:
         """Devices on which the only destination entry is exactly a local source entry, so that nothing at all is done
         there."""
-        return self.details.aliased
+        return self.movement.aliased
 
     @property
     def used(self) -> frozenset[int]:
         """Source entries of which anything is made, on their device or elsewhere: replicas leave it to each other."""
-        return self.details.used
-
-    @property
-    def trivial(self) -> bool:
-        """Whether nothing is done anywhere: no move, no copy."""
-        return self.outline.trivial
+        return self.movement.used
 
     @property
     def source(self) -> Layout:
@@ -214,52 +214,49 @@ class Reshard:
     def destination(self) -> Layout:
         return self._destination.entries
 
+    @property
+    def phase_exchanges(self) -> tuple[tuple[Exchange, ...], ...]:
+        """The communication of each phase."""
+        return self._decided[0]
+
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All communication, in order."""
-        return tuple(Exchange(self, x) for x in range(len(self.outline.form)))
-
-    @cached_property
-    def phase_exchanges(self) -> tuple[tuple[Exchange, ...], ...]:
-        """The communication of each phase."""
-        middle = self.outline.middle
-        return (self.exchanges,) if self.outline.phases == 1 else (self.exchanges[:middle], self.exchanges[middle:])
+        return tuple(exchange for exchanges in self.phase_exchanges for exchange in exchanges)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases, with their local moves."""
-        local, layouts = self._moves_by_exchange[0], self._layouts
-        pairs = zip(layouts, layouts[1:], self.phase_exchanges, strict=False)
-        return tuple(Phase(a, b, tuple(local[p]), exchanges) for p, (a, b, exchanges) in enumerate(pairs))
+        layouts, local = self.movement.layouts, self.movement.local
+        rows = zip(layouts, layouts[1:], local, self.phase_exchanges, strict=False)
+        return tuple(Phase(a, b, tuple(moves), exchanges) for a, b, moves, exchanges in rows)
 
     @cached_property
-    def staged(self) -> tuple[dict[int, int], ...]:
-        """For each phase by device: elements that arrive in receive buffers, as they are only a part of what they are
-        for, or are added to more. An all-reduce is done in place."""
-        return tuple(_staged(phase) for phase in self.phases)
-
-    @property
-    def _layouts(self) -> tuple[Layout, ...]:
-        between = (self.details.between,) if self.outline.phases == 2 else ()
-        return (self.source, *between, self.destination)
-
-    @cached_property
-    def _moves_by_exchange(self) -> tuple[list[list[Move]], list[tuple[Move, ...]]]:
-        """Local moves of each phase, moves of each exchange."""
-        details, layouts = self.details, self._layouts
-        local: list[list[Move]] = [[] for _ in layouts[1:]]
-        remote: list[list[Move]] = [[] for _ in self.outline.form]
-        rows = zip(details.source, details.destination, details.exchange, strict=True)
-        for m, (s, k, x) in enumerate(rows):
-            phase = int(len(local) == 2 and m >= details.half)
+    def movement(self) -> Movement:
+        """What moves."""
+        count, workspace = len(self.exchanges), self.planned()
+        result, rows = workspace.result.tolist(), workspace.exchanges
+        between = [_between(workspace, self._destination.grid.box.shape[1])] if result[PHASES] == 2 else []
+        layouts = self.source, *between, self.destination
+        local: list[list[Move]] = [[] for _ in self.phase_exchanges]
+        remote: list[list[Move]] = [[] for _ in range(count)]
+        begin, end, used = result[MOVE_FIRST], result[MOVE_LAST], set[int]()
+        columns = workspace.moves.source, workspace.moves.destination, workspace.moves.exchange
+        for m, (s, k, x) in enumerate(zip(*(column[begin:end].tolist() for column in columns), strict=True), begin):
+            phase = int(len(local) == 2 and m >= result[MOVE_MIDDLE])
             box = intersect(layouts[phase][s].box, layouts[phase + 1][k].box)
             assert box is not None
-            (local[phase] if x == LOCAL else remote[x]).append(Move(s, k, box))
-        return local, [tuple(moves) for moves in remote]
-
-    def moves_of(self, x: int) -> tuple[Move, ...]:
-        """What moves in exchange ``x``."""
-        return self._moves_by_exchange[1][x]
+            if not phase:
+                used.add(s)
+            (local[phase] if x == int(NONE) else remote[x - result[FIRST]]).append(Move(s, k, box))
+        messages = []
+        for x in range(result[FIRST], result[LAST]):
+            of = _rows(rows, MESSAGE, x)
+            sent = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
+            messages.append(tuple(zip(*sent, strict=True)))
+        alone = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
+        aliased = frozenset(alone if len(local) == 1 else ())
+        return Movement(layouts, local, [tuple(moves) for moves in remote], messages, aliased, frozenset(used))
 
     @cached_property
     def form(self) -> str:
@@ -268,48 +265,18 @@ class Reshard:
             return "nothing" if self.trivial else "slice"
         return " + ".join(dict.fromkeys(exchange.form for exchange in self.exchanges))
 
-    @property
-    def seconds(self) -> float:
-        """Duration if nothing else used the links: of each phase the slowest exchange, or the link that several of its
-        exchanges share; phases in sequence."""
-        total = 0.0
-        for exchanges in self.phase_exchanges:
-            shared: Counter[int] = Counter()
-            for exchange in exchanges:
-                shared.update(dict(exchange.transfer.links))  # whole ticks: sums are exact
-            total += max([e.transfer.duration_s for e in exchanges] + [*shared.values()], default=0.0)
-        return total
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that cross devices."""
-        return int(self.outline.nbytes.sum())
-
-
-def _staged(phase: Phase) -> dict[int, int]:
-    arriving = Counter(m.destination for moves in (phase.local, *(e.moves for e in phase.exchanges)) for m in moves)
-    staged: dict[int, int] = {}
-    for exchange in phase.exchanges:
-        if exchange.form != "all_reduce":
-            for move in exchange.moves:
-                entry = phase.destination[move.destination]
-                if arriving[move.destination] > 1 or move.box != entry.box:
-                    staged[entry.device] = staged.get(entry.device, 0) + volume(move.box)
-    return staged
+def _between(workspace: Workspace, rank: int) -> Layout:
+    """Layout between the phases of the reshard in the workspace."""
+    middle = workspace.middle
+    count = int(middle.size[0])
+    entries = zip(middle.device[:count].tolist(), middle.box[:count, :rank].tolist(), strict=True)
+    return tuple(
+        Entry(device, tuple((low, high) for low, high in box), term) for term, (device, box) in enumerate(entries)
+    )
 
 
 def reshard(source: Layout, destination: Layout, itemsize: int, topology: Topology) -> Reshard:
     """The cheapest known movement. ``itemsize``: bytes per element. ``destination`` terms are ignored."""
     layouts = Layouts(len(topology.devices))
     return Reshard(Planner(topology), layouts.intern(source), layouts.intern(destination), itemsize)
-
-
-def assemble(planner: Planner, source: Laid, destination: Laid, first: U32, last: U32, itemsize: int) -> Reshard:
-    """Reshard that puts each destination entry together from its range of the source entries, each of which is a term
-    of its own (a sharded weight)."""
-    return Reshard(planner, source, destination, itemsize, GIVEN, (first, last))
-
-
-def local_reshard(planner: Planner, source: Laid, destination: Laid, itemsize: int) -> Reshard:
-    """Reshard in which every destination entry is cut from an entry of its own device (a weight from its storage)."""
-    return Reshard(planner, source, destination, itemsize, OWN)

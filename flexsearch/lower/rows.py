@@ -19,12 +19,16 @@ changes elsewhere in the plan. Of rows that are ready at the same tick, the one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from flexsearch.compiled import I64, U8, U32, U64, lean
+from flexsearch.lower.arrays import BlockTable
+from flexsearch.lower.taskgraph import RecipeBlock
 from flexsearch.packed import packed
 
 Numbers = npt.NDArray[np.int64]
@@ -146,6 +150,29 @@ class Machine(NamedTuple):
     slowing: I64
     slows: U32
     slowed: U32
+
+
+class Sent(NamedTuple):
+    """An exchange that is a part of a communication. ``item``: the weight whose synchronisation it belongs to, or the
+    slot that reads the weight that it gathers."""
+
+    item: int
+    phase: int
+    exchange: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a plan. ``segment``: by block. ``together``: of blocks that gather or synchronise weights, by block
+    and communication, the exchanges that go as one. ``recipes``: of blocks of recipes, what they hold."""
+
+    schedule: Schedule
+    machine: Machine
+    blocks: BlockTable
+    segments: Segments
+    segment: npt.NDArray[np.uint32]
+    together: Mapping[int, tuple[tuple[Sent, ...], ...]]
+    recipes: Mapping[int, RecipeBlock] = field(default_factory=dict)
 
 
 def blocks_run(schedule: Schedule, action: int) -> Numbers:

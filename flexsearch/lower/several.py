@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.lower.rows import COMPUTE, FORWARD, READ, RESULT, WAIT, Schedule, Segments
+from flexsearch.lower.rows import COMPUTE, FORWARD, READ, RESULT, WAIT, Rows, Schedule, Segments
 
 if TYPE_CHECKING:
     from flexsearch.lower.lowering import Lowered
     from flexsearch.lower.recipes import RecipeGroup
-    from flexsearch.lower.view import Rows
 
 _INTO = {
     "device_steps": "step_first", "communication_first": "missing", "communication_last": "missing",

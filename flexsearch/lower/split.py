@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flexsearch.compiled import I64, U32
 from flexsearch.graph import Box, Interval, Operator, Piece, chunks
 from flexsearch.graph.notation import Dimension
-from flexsearch.lower.layout import Grid, Laid, Layouts, Placement
+from flexsearch.lower.layout import Grid, Laid, Layouts
 from flexsearch.strategy import OperatorConfig
 from flexsearch.strategy.config import Shares
 
@@ -58,15 +58,6 @@ class Region:
             return layouts.lay(self.grid, device)
         block, position = np.divmod(self.held, len(device))
         return layouts.lay(self.grid, device[position] + (block * self.stride).astype(np.uint32))
-
-    def elements(self, count: int) -> I64:
-        """Elements at each of ``count`` positions."""
-        if self.held is None:
-            return self.grid.volume
-        elements = np.zeros(count, np.int64)
-        own = self.held < count
-        elements[self.held[own]] = self.grid.volume[own]
-        return elements
 
     def boxes(self, count: int) -> list[Box | None]:
         """The region of each of ``count`` positions."""
@@ -148,23 +139,16 @@ class Splitter:
             cached = self._splits[key] = self._split(*key)
         return cached
 
-    def placement(self, config: OperatorConfig) -> Placement:
-        """The pieces of a config as objects, on their devices."""
+    def pieces(self, config: OperatorConfig) -> tuple[Piece, ...]:
+        """The pieces of a config as objects, by position; replicas are the same object."""
         split, count = self.split(config), len(config.devices)
-        device = np.array(config.devices, dtype=np.uint32)
         reads = list(zip(*(region.boxes(count) for region in split.inputs), strict=True)) or [()] * count
         writes = list(zip(*(region.boxes(count) for region in split.outputs), strict=True)) or [()] * count
-        pieces: dict[int, Piece] = {}
-        terms = tuple(k // config.replicas for k in range(count))
-        for k, term in enumerate(terms):
-            if term not in pieces:
-                written = tuple(box for box in writes[k] if box is not None)
-                pieces[term] = Piece(config.intervals(self.op, k), tuple(reads[k]), written)
-        return Placement(
-            config.devices, tuple(pieces[term] for term in terms), terms,
-            tuple(region.on(self.layouts, device).entries for region in split.inputs),
-            tuple(region.on(self.layouts, device).entries for region in split.outputs),
-        )  # fmt: skip
+        pieces: list[Piece] = []
+        for k in range(0, count, config.replicas):
+            written = tuple(box for box in writes[k] if box is not None)
+            pieces += [Piece(config.intervals(self.op, k), tuple(reads[k]), written)] * config.replicas
+        return tuple(pieces)
 
     def _split(self, degrees: Degrees, replicas: int, shares: Shares) -> Split:
         self._replicas, self._shares = replicas, dict(shares)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from flexsearch.cost.communication import Transfer
 from flexsearch.lower.actions import Action
 from flexsearch.lower.reshard import Exchange, Move, Reshard
+from flexsearch.sync import Exchange as RecipeExchange
 
 Purpose = Literal["gather", "forward", "backward", "synchronise", "recompute", "regather", "read"]
 """Why data moves: sharded weights before use, activations, their gradients, gradients of weights; in the backward pass
@@ -89,6 +90,18 @@ class Communication:
     def sums(self) -> bool:
         """Whether the backend adds up what the devices send."""
         return self.one_call and self.form in ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class RecipeBlock:
+    """What a block of a recipe holds, for those who read rows as tasks. ``group``: its number in
+    ``Lowered.recipe_groups``. ``exchanges``: those of the recipe in this step. ``work``: what its computations do, by
+    number; ``communications``, by number."""
+
+    group: int
+    exchanges: tuple[RecipeExchange, ...]
+    work: tuple[str, ...]
+    communications: tuple[Communication, ...]
 
 
 @dataclass

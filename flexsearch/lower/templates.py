@@ -17,28 +17,25 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower.arrays import Pools, Program, State
 from flexsearch.lower.change import MOST_MISSING, Change, Wiring
-from flexsearch.lower.column import Columns
 from flexsearch.lower.configs import intern_config
 from flexsearch.lower.fill import IN_PYTHON, NO_ROOM, fill
 from flexsearch.lower.footprints import Landings, Sums
-from flexsearch.lower.growing import TYPES, GrowingPools
-from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, RESHARD, STEP, Keys
+from flexsearch.lower.growing import Columns, GrowingPools
+from flexsearch.lower.keys import DERIVED, HELD, LAYOUT, LIKE, MISSING, OVER, STEP, Keys
 from flexsearch.lower.layout import empty_side
-from flexsearch.lower.moves import FREE
 from flexsearch.lower.orbits import make_block_map
 from flexsearch.lower.pieces import Pieces, kept
 from flexsearch.lower.program import make_wiring
-from flexsearch.lower.requested import plan_all
 from flexsearch.lower.rows import NEVER
 from flexsearch.lower.split import Degrees, Region
 from flexsearch.lower.tables import Requests, Scratch, Splits, TemplateTables, WeightAtHand
 from flexsearch.lower.workspace import FULL, Workspace, make_workspace
+from flexsearch.packed import dtypes, zeros
 from flexsearch.strategy import OperatorConfig, Sharding
 from flexsearch.strategy.config import Shares
 
 _intern_config = direct(intern_config)
 _fill = direct(fill)
-_plan_all = direct(plan_all)
 
 _GROUPS: Final = (
     ("pieces", "extents", "cost", "piece_first", "reads", "writes", "last", "operator"),
@@ -63,7 +60,7 @@ class Templates:
         """By operator: the first one that shares its configs."""
         self.configs = Configs(self)
         self._growing = GrowingPools()
-        self._columns = tuple(Columns({name: TYPES.get(name, np.uint32) for name in group}) for group in _GROUPS)
+        self._columns = tuple(Columns({name: dtypes(Splits)[name] for name in group}) for group in _GROUPS)
         self._split_columns, self._times, self._piece_columns = self._columns[:3]
         self._operands, self._positions, self._followed = self._columns[3:]
         self._splits: Splits | None = None
@@ -105,17 +102,17 @@ class Templates:
     @property
     def tables(self) -> TemplateTables:
         """All that compiled code needs to make templates."""
-        now, keys, layouts = self._tables, self.keys.table, self.lowering.layouts.pool
         if self._splits is None or self._room < sum([columns.room for columns in self._columns]):
             self._splits = Splits(**{name: a for columns in self._columns for name, a in columns.arrays.items()})
             self._room = sum(columns.room for columns in self._columns)
-        same = now is not None and now.pools is self.pools and now.keys is keys and now.layouts is layouts
-        same = same and now is not None and now.landings is self.landings
-        if now is None or not same or now.splits is not self._splits or now.workspace is not self._workspace:
+        parts: dict[str, Any] = {
+            "pools": self.pools, "landings": self.landings, "keys": self.keys.table,
+            "layouts": self.lowering.layouts.pool, "splits": self._splits, "workspace": self._workspace,
+        }  # fmt: skip
+        now = self._tables
+        if now is None or any(getattr(now, name) is not part for name, part in parts.items()):
             now = self._tables = TemplateTables(
-                pools=self.pools, landings=self.landings, keys=keys, layouts=layouts, splits=self._splits,
-                used=self._growing.used, workspace=self._workspace,
-                scratch=self._scratch, **self._fixed,
+                **parts, used=self._growing.used, scratch=self._scratch, **self._fixed
             )  # fmt: skip
         return now
 
@@ -158,13 +155,10 @@ class Templates:
     def _new_scratch(self) -> Scratch:
         entries, rank, devices = self._entries, self._dimensions, len(self.lowering.network.devices)
         readers = entries // devices
-        return Scratch(
-            source=empty_side(entries, rank), destination=empty_side(entries, rank),
-            plain_source=empty_side(entries, 0), plain_destination=empty_side(entries, 0),
-            box=np.zeros((entries, rank, 2), np.int64), plain_box=np.zeros((entries, 0, 2), np.int64),
-            term=np.zeros(entries, np.uint32),
-            device=np.zeros(entries, np.uint32), first=np.zeros(entries, np.uint32), end=np.zeros(entries, np.uint32),
-            need=np.zeros(readers, np.uint32), flows=np.zeros(readers, np.uint8),
+        return zeros(
+            Scratch, entries, source=empty_side(entries, rank), destination=empty_side(entries, rank),
+            plain_source=empty_side(entries, 0), plain_destination=empty_side(entries, 0), box=(entries, rank, 2),
+            plain_box=(entries, 0, 2), need=readers, flows=readers,
         )  # fmt: skip
 
     def _new_fixed(self) -> dict[str, Any]:
@@ -182,11 +176,8 @@ class Templates:
             "kind": np.searchsorted(self._kinds, self.lowering.costs.kinds).astype(np.uint32),
             "itemsize": np.array([own for own, _ in sizes], np.int64),
             "gradient_itemsize": np.array([gradient for _, gradient in sizes], np.int64),
-            "requests": _requests(MOST_MISSING + self._entries), "weight": _weight_at_hand(),
-            "sums": Sums(
-                np.zeros(devices, np.uint8), np.zeros(devices, np.uint64),
-                *(np.zeros(devices, np.int64) for _ in range(4)),
-            ),
+            "requests": zeros(Requests, MOST_MISSING + self._entries, size=2), "weight": zeros(WeightAtHand),
+            "sums": zeros(Sums, devices),
             "ruled": np.zeros(1, np.uint8), "full": np.zeros(1, np.uint8),
         }  # fmt: skip
 
@@ -301,18 +292,7 @@ class Templates:
             for i, op in enumerate(graph.operators)
         ]
 
-    # ---- reshards and buffers
-
-    def reshard(self, source: int, destination: int, itemsize: int) -> int:
-        """Number of the reshard between two layouts."""
-        kind = RESHARD + itemsize.bit_length() - 1
-        if (template := self.keys.find(kind, source, destination)) is None:
-            requests = self.tables.requests
-            requests.kind[0], requests.source[0], requests.destination[0] = kind, source, destination
-            requests.mode[0], requests.itemsize[0], requests.size[:] = FREE, itemsize, (1, 0)
-            self._plan_all()
-            template = int(requests.template[0])
-        return template
+    # ---- what compiled code leaves to Python
 
     def fill(self, wiring: Wiring, program: Program, state: State, change: Change) -> None:
         """Add what ``change`` says is missing for the plan ``state``."""
@@ -324,10 +304,6 @@ class Templates:
                 slots = wiring.buffer_slot[wiring.buffer_first[buffer] : wiring.buffer_last[buffer]]
                 configs = self.pools.config_reads[state.config[wiring.slot_operator[slots]]]
                 self.kept(buffer, self.pools.layout[configs + wiring.slot_position[slots]].tolist())
-
-    def _plan_all(self) -> None:
-        while not _plan_all(self.tables):
-            self.make_room()
 
     def kept(self, buffer: int, layouts: list[int]) -> None:
         """Add the layout in which a buffer is kept whose readers want ``layouts``."""
@@ -370,17 +346,3 @@ def _ticks(seconds: F64) -> I64:
     """Whole ticks."""
     ticks: I64 = (seconds / TICK).astype(np.int64)
     return ticks
-
-
-def _requests(count: int) -> Requests:
-    return Requests(
-        kind=np.zeros(count, np.uint64), source=np.zeros(count, np.uint64), destination=np.zeros(count, np.uint64),
-        mode=np.zeros(count, np.uint64), itemsize=np.zeros(count, np.int64), begin=np.zeros(count, np.uint64),
-        template=np.zeros(count, np.uint32), size=np.zeros(2, np.uint64),
-    )  # fmt: skip
-
-
-def _weight_at_hand() -> WeightAtHand:
-    node, edges, dtype, stored, sharding = (np.zeros(1, np.uint32) for _ in range(5))
-    trained, planned = (np.zeros(1, np.uint8) for _ in range(2))
-    return WeightAtHand(node, edges, dtype, stored, trained, planned, sharding)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,11 @@ from flexsearch.cost.communication import Pricing, Transfer
 from flexsearch.cost.ticks import TICK
 from flexsearch.graph import OperatorGraph
 from flexsearch.lower.actions import Action
-from flexsearch.lower.arrays import BlockTable
 from flexsearch.lower.exchanges import Standing, standing
 from flexsearch.lower.orbits import make_block_map
-from flexsearch.lower.order import Order
+from flexsearch.lower.order import Order, order_of
 from flexsearch.lower.pieces import Edge, Pieces, Weight
 from flexsearch.lower.reading import sample_bytes
-from flexsearch.lower.recipe_rows import RecipeBlock
 from flexsearch.lower.reshard import Exchange, Reshard
 from flexsearch.lower.rows import (
     BACKWARD,
@@ -37,9 +36,9 @@ from flexsearch.lower.rows import (
     SYNCHRONISE,
     UPDATE,
     WEIGHT_GRADIENT,
-    Machine,
-    Schedule,
+    Rows,
     Segments,
+    Sent,
 )
 from flexsearch.lower.schedule import Stages, orders_of
 from flexsearch.lower.taskgraph import Communication, Member, Purpose, Row, TaskGraph, TaskKind
@@ -58,70 +57,36 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Sent(NamedTuple):
-    """An exchange that is a part of a communication. ``item``: the weight whose synchronisation it belongs to, or the
-    slot that reads the weight that it gathers."""
-
-    item: int
-    phase: int
-    exchange: int
-
-
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a plan. ``segment``: by block. ``together``: of blocks that gather or synchronise weights, by block
-    and communication, the exchanges that go as one. ``recipes``: of blocks of recipes, what they hold."""
-
-    schedule: Schedule
-    machine: Machine
-    blocks: BlockTable
-    segments: Segments
-    segment: npt.NDArray[np.uint32]
-    together: Mapping[int, tuple[tuple[Sent, ...], ...]]
-    recipes: Mapping[int, RecipeBlock] = field(default_factory=dict)
-
-
-class Described(Protocol):
+class Described:
     """What of a lowered strategy (``Lowered``) its tasks follow from."""
 
-    @property
-    def lowering(self) -> Pieces: ...
+    lowering: Pieces
+    graph: OperatorGraph
+    topology: Topology
+    configs: tuple[OperatorConfig, ...]
+    edges: tuple[Edge, ...]
+    weights: tuple[Weight, ...]
+    edge_of: Mapping[tuple[int, int], int]
+    result_edges: Mapping[str, int]
+    update_edges: Mapping[str, int]
+    stages: Stages
+    rows: Rows
 
-    @property
-    def graph(self) -> OperatorGraph: ...
+    @cached_property
+    def communications(self) -> Communications:
+        """What the rows communicate."""
+        return Communications(self)
 
-    @property
-    def topology(self) -> Topology: ...
+    @cached_property
+    def order(self) -> Order:
+        """What the rows wait for."""
+        return order_of(self.rows)
 
-    @property
-    def configs(self) -> Sequence[OperatorConfig]: ...
-
-    @property
-    def edges(self) -> Sequence[Edge]: ...
-
-    @property
-    def weights(self) -> Sequence[Weight]: ...
-
-    @property
-    def edge_of(self) -> Mapping[tuple[int, int], int]: ...
-
-    @property
-    def result_edges(self) -> Mapping[str, int]: ...
-
-    @property
-    def update_edges(self) -> Mapping[str, int]: ...
-
-    @property
-    def stages(self) -> Stages: ...
-
-    @property
-    def rows(self) -> Rows: ...
-
-    @property
-    def communications(self) -> Communications: ...
-
-    @property
-    def order(self) -> Order: ...
+    @cached_property
+    def tasks(self) -> TaskGraph:
+        """The rows as tasks."""
+        return task_graph(self)
 
 
 class Actions:

@@ -12,8 +12,9 @@ import numpy as np
 from flexsearch.compiled import I64, U32
 from flexsearch.graph import Flow
 from flexsearch.lower.layout import Laid, Layout, Layouts
+from flexsearch.lower.moves import OWN
 from flexsearch.lower.planner import store
-from flexsearch.lower.reshard import Planner, Reshard, assemble, local_reshard
+from flexsearch.lower.reshard import Planner, Reshard
 from flexsearch.strategy import OVER_ALL, Sharding, States
 
 
@@ -63,13 +64,9 @@ def plan_weight(
     rows = [slice(*ends) for ends in pairwise(accumulate((len(needs[edge]) for edge in reading), initial=0))]
     ranges = [(workspace.groups.first[of].copy(), workspace.groups.end[of].copy()) for of in rows]
     forward: list[Reshard | None] = [None] * len(needs)
-    for edge, (first, last) in zip(reading, ranges, strict=True):
+    for edge, own in zip(reading, ranges, strict=True):
         # Those that divide a box gather among themselves: boxes may overlap, which must not be taken for partial sums.
-        forward[edge] = (
-            assemble(planner, stored, needs[edge], first, last, itemsize)
-            if states
-            else local_reshard(planner, stored, needs[edge], itemsize)
-        )
+        forward[edge] = Reshard(planner, stored, needs[edge], itemsize, OWN, own if states else None)
     edges = [edge for edge, flow in enumerate(flows) if flow != Flow.VALUE]
     if not edges:
         return WeightPlan(stored, tuple(needs), tuple(forward), None, (), states)
@@ -96,5 +93,5 @@ def unsynchronised(plan: WeightPlan, gradient_itemsize: int, planner: Planner, l
     first, last = (
         np.searchsorted(device[order], plan.stored.device, side).astype(np.uint32) for side in ("left", "right")
     )
-    sync = assemble(planner, source, plan.stored, first, last, gradient_itemsize)
+    sync = Reshard(planner, source, plan.stored, gradient_itemsize, ranges=(first, last))
     return replace(plan, sync=sync, origin=tuple(origin[order].tolist()))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import F64, I64, U8, U32, U64
+from flexsearch.compiled import F64, I64, ONE, U8, U32, U64, ZERO, lean
 from flexsearch.cost.tally import Loads, Tally, empty_loads
 from flexsearch.lower.interned import Side
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 Table = npt.NDArray[np.uint32]
 """Numbers in two dimensions."""
@@ -142,49 +142,27 @@ class Workspace(NamedTuple):
     result: U64
 
 
+@lean
+def begin_of(end: Table, k: Any, x: Any) -> Any:
+    """Where list ``k`` of exchange ``x`` begins; ``end``: as in ``Exchanges``."""
+    return np.uint64(end[k, x - ONE]) if x > ZERO else ZERO
+
+
 def make_workspace(tally: Tally, devices: int, dimensions: int, entries: int, moves: int, links: int) -> Workspace:
     """Room for layouts of ``entries`` entries with ``dimensions`` dimensions, and in all candidates together for so
     many moves and rows of links, and twice as many pairs of devices that talk to each other in a phase."""
     # Four phases; in each of them exchanges share no device, or no entry of a group, or have one message of at most two
     # that a device sends.
     rows = 8 * entries + 4
-    return Workspace(
-        moves=Moves(
-            _u32(moves), _u32(moves), _i64(moves), _u32(moves), _u32(moves), np.zeros(2, np.uint64), _i64(devices)
+    by_device = dict.fromkeys(("root", "role", "number", "seat", "seated", "end", "moves", "adds", "first"), devices)
+    return zeros(
+        Workspace, entries, moves=zeros(Moves, moves, size=2, sent=devices),
+        exchanges=zeros(
+            Exchanges, rows, end=(5, rows), send=3 * rows, receive=3 * rows, message=(2, moves), message_bytes=moves,
+            size=4, loads=empty_loads(links), tally=tally,
         ),
-        exchanges=Exchanges(
-            form=_u8(rows), nbytes=_i64(rows), unit=_i64(rows), amount=_i64(rows),
-            start=np.zeros(rows), duration=np.zeros(rows), leader=_u32(rows), end=_u32((5, rows)), send=_u32(3 * rows),
-            receive=_u32(3 * rows), message=_u32((2, moves)), message_bytes=_i64(moves), size=np.zeros(4, np.uint64),
-            loads=empty_loads(links), tally=tally,
-        ),
-        groups=Groups(
-            following=_u32(entries), members=_u32(entries), last=_u32(entries), shared=_u8(entries),
-            first=_u32(entries), end=_u32(entries), done=_u8(entries), member=_u32(devices), terms=_u32(devices),
-            moves_first=_u32(entries), moves_end=_u32(entries), order=_u32(entries), box=_u32(entries),
-        ),
-        sets=Sets(
-            root=_u32(devices), role=_u8(devices), number=_u32(devices), seat=_u32(devices), seated=_u32(devices),
-            end=_u32(devices), moves=_u32(devices), adds=_u8(devices),
-            first=_u32(devices), pair=_i64(2 * moves), sends=_u32(devices), receives=_u32(devices),
-            arriving=_i64(entries), total=_i64(entries), stamp=_u32(entries),
-        ),
-        middle=Side(
-            _u32(entries), _i64((entries, dimensions, 2)), _i64(entries), _u32(entries), _u32(1), _u32(1),
-            np.zeros(2, np.uint64),
-        ),
-        cuts=_u32(entries), cut=_u32(entries), aliased=_u8(entries),
-        orbits=Orbits(*(np.zeros(rows, np.uint64) for _ in range(4))), result=np.zeros(10, np.uint64),
+        groups=zeros(Groups, entries, member=devices, terms=devices),
+        sets=zeros(Sets, entries, **by_device, pair=2 * moves, sends=devices, receives=devices),
+        middle=zeros(Side, entries, box=(entries, dimensions, 2), term_first=1, copy=1, size=2),
+        orbits=zeros(Orbits, rows), result=10,
     )  # fmt: skip
-
-
-def _u8(shape: Any) -> U8:
-    return np.zeros(shape, np.uint8)
-
-
-def _u32(shape: Any) -> U32:
-    return np.zeros(shape, np.uint32)
-
-
-def _i64(shape: Any) -> I64:
-    return np.zeros(shape, np.int64)

@@ -193,7 +193,7 @@ def _compute(lowered: Lowered, task: int, pid: int, start: float, end: float) ->
     operator = lowered.tasks.operator[task]
     if operator >= 0 and lowered.tasks.microbatch[task] == 0:  # the others are alike
         op, config = lowered.graph.operators[operator], lowered.configs[operator]
-        piece = lowered.placed[operator].placement.piece_on(lowered.tasks.device[task])
+        piece = lowered.placed[operator].piece_on(lowered.tasks.device[task])
         args |= {
             "kind": op.kind,
             "module": op.module,

@@ -29,7 +29,7 @@ class Fusion:
     def __init__(self, lowered: Lowered, device: int, fuse: bool) -> None:
         self.lowered, self.graph, self.device, self.fuse = lowered, lowered.graph, device, fuse
         graph = lowered.graph
-        self.mine = [i for i in _in_order(lowered) if device in lowered.placed[i].placement.devices]
+        self.mine = [i for i in _in_order(lowered) if device in lowered.placed[i].devices]
         """The operators of this device, in the order of its forward pass."""
         self.home = {n for i in self.mine for n in graph.operators[i].outputs}
         """Activations made here."""
@@ -205,7 +205,7 @@ class Fusion:
 
     def _arguments(self, o: int, leaves: dict[Leaf, int], results: dict[str, int]) -> tuple[int | None, ...]:
         op = self.graph.operators[o]
-        piece = self.lowered.placed[o].placement.piece_on(self.device)
+        piece = self.lowered.placed[o].piece_on(self.device)
         row: list[int | None] = []
         microbatches = self.lowered.stages.microbatches
         several: Sequence[int | None] = range(microbatches) if op.kind in COUNTS and microbatches > 1 else (None,)
@@ -224,7 +224,7 @@ class Fusion:
 
     def _parts_read(self, o: int) -> dict[int, tuple[Box, Box]]:
         """Operands of which only a part is read: (region held, region read)."""
-        inputs = self.lowered.placed[o].placement.piece_on(self.device).inputs
+        inputs = self.lowered.placed[o].piece_on(self.device).inputs
         edges = {p: self.lowered.edge_of[o, p] for p, region in enumerate(inputs) if region is not None}
         times = self.lowered.stages.microbatches if self.graph.operators[o].kind in COUNTS else 1
         return {m * len(inputs) + p: self.parts[e] for p, e in edges.items() if e in self.parts for m in range(times)}

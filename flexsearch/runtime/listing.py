@@ -132,7 +132,7 @@ def _forward(program: Program, instruction: Forward) -> Iterator[str]:
             for o in call.operators
             for name, box in zip(
                 lowered.graph.operators[o].outputs,
-                lowered.placed[o].placement.piece_on(program.device).outputs,
+                lowered.placed[o].piece_on(program.device).outputs,
                 strict=True,
             )
         )

@@ -25,7 +25,7 @@ def piece_in_batch(
 ) -> tuple[Operator, Piece, list[tuple[int, ...]]]:
     """An operator, the piece of it that a device computes for a microbatch, and the shapes of its operands."""
     graph, op = lowered.graph, lowered.graph.operators[operator]
-    piece = lowered.placed[operator].placement.piece_on(device)
+    piece = lowered.placed[operator].piece_on(device)
     whole = lowered.batch_graph.operators[operator]
     if lowered.stages.microbatches == 1:
         return op, piece, [graph.tensor[name].shape for name in op.inputs]

@@ -78,7 +78,7 @@ def _has_all(lowered: Lowered, device: int, statistics: Call, norm: Call) -> boo
         return False
     if any(a is None or (a < 0 and ~a > statistics.results[0]) for a in affine):
         return False
-    piece = lowered.placed[norm.operators[0]].placement.piece_on(device)
+    piece = lowered.placed[norm.operators[0]].piece_on(device)
     return "g" not in lowered.graph.operators[norm.operators[0]].sizes or piece.extent("g") == 1
 
 

@@ -45,9 +45,9 @@ class Account(NamedTuple):
     spans: Spans
     schedule: Schedule
     empty: U8
-    cells: npt.NDArray[Any]
-    net: npt.NDArray[Any]
-    high: npt.NDArray[Any]
+    cells: I64
+    net: I64
+    high: I64
     chunk_of: U32
     chunk_first: U32
     stale: npt.NDArray[np.uint8]

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.lower.recipe_rows import PushCost, push_cost, with_pushes
-from flexsearch.lower.rows import COMPUTE, READ, RECIPE
+from flexsearch.lower.rows import COMPUTE, READ, RECIPE, Rows
 from flexsearch.lower.several import repeated
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.engine_queue import BLOCK, COMMUNICATION
 from flexsearch.simulate.engine_state import COMPUTING, DONE, WAITING
 from flexsearch.simulate.stepping import Run, device_of_steps, longer

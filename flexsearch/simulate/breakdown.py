@@ -10,8 +10,7 @@ import numpy as np
 
 from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
-from flexsearch.lower.rows import GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE
-from flexsearch.lower.view import Rows
+from flexsearch.lower.rows import GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE, Rows
 from flexsearch.simulate.critical import Step
 from flexsearch.simulate.usage import computing_steps, repeats
 

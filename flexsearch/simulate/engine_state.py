@@ -17,7 +17,7 @@ import numpy as np
 
 from flexsearch.compiled import I64, U8, U32, U64
 from flexsearch.lower.rows import Machine, Schedule, blocks_run
-from flexsearch.packed import packed
+from flexsearch.packed import packed, zeros
 
 RUNNING, WAITING, COMPUTING, DONE = range(4)
 """A device can run its next step; waits for a communication; for its own computation on a contended processor; has no
@@ -299,104 +299,63 @@ class State(NamedTuple):
     trouble: U8
 
 
-def _ticks(*shape: int) -> I64:
-    return np.zeros(shape, np.int64)
-
-
-def _counts(*shape: int) -> U64:
-    return np.zeros(shape, np.uint64)
-
-
-def _numbers(*shape: int) -> U32:
-    return np.zeros(shape, np.uint32)
-
-
-def _flags(*shape: int) -> U8:
-    return np.zeros(shape, np.uint8)
-
-
 def make_state(schedule: Schedule, machine: Machine, capacity: U64, room: int, fold: bool) -> State:
     """The state of an engine, with room for ``room`` pending communications and ``capacity`` of each block."""
     devices, blocks = len(schedule.group), len(schedule.kind)
     resources, microbatches = int(machine.resources[0]), int(schedule.microbatches[0])
     places = int(capacity.sum())
     table = max(1, places * microbatches)
-    return State(
-        schedule=schedule, machine=machine,
-        devices=Devices(
-            _numbers(devices), _numbers(devices), _numbers(devices), _flags(devices), _counts(devices), _ticks(devices),
-            _ticks(devices), _ticks(devices), _ticks(devices),
-        ),
-        pending=Pending(_numbers(room), _counts(room), _numbers(room), _ticks(room), _ticks(room), _ticks(room)),
-        connections=Connections(_counts(room), _counts(room), _counts(1), _counts(1)),
-        queue=Queue(_ticks(room + devices), _counts(room + devices), _numbers(room + devices), _counts(1)),
-        snapshots=_snapshots(devices, resources, room),
+    return zeros(
+        State, schedule=schedule, machine=machine,
+        devices=zeros(Devices, devices), pending=zeros(Pending, room),
+        connections=zeros(Connections, identity=room, connection=room),
+        queue=zeros(Queue, room + devices, size=1), snapshots=_snapshots(devices, resources, room),
         kept=_kept(schedule, devices, blocks, resources, table),
-        fold=Fold(
-            due=_ticks(1), lag=_counts(1), tries=_counts(1), base=_ticks(1), log=_counts(1), computed=_ticks(devices),
-            carried=_ticks(resources), host=_ticks(devices), slack=_ticks(devices),
-            begun=_ticks(len(schedule.microbatch) + 1), current=_counts(1), jumped=_ticks(1),
-            enabled=np.array([fold and microbatches >= 4], np.uint8),
+        fold=zeros(
+            Fold, computed=devices, carried=resources, host=devices, slack=devices,
+            begun=len(schedule.microbatch) + 1, enabled=np.array([fold and microbatches >= 4], np.uint8),
         ),
-        path=Path(
-            left=_ticks(devices), block=_numbers(devices), run=_counts(1), after=_ticks(places), first=_counts(1),
-            doubt=_ticks(1), windows=_counts(1), ordered=np.array([_is_ordered(schedule)], np.uint8),
+        path=zeros(
+            Path, left=devices, block=devices, after=places, ordered=np.array([_is_ordered(schedule)], np.uint8)
         ),
-        record=Record(
-            _counts(blocks), _counts(1), _ticks(1), _ticks(1), _ticks(1), _ticks(1), _flags(1), make_services(0, 0)
-        ),
-        segment=_numbers(blocks), busy=_counts(blocks, (devices + 63) // 64), runs=_runs(schedule),
-        first=(np.cumsum(capacity) - capacity).astype(np.uint64),
-        capacity=capacity,
-        places=np.array([places], np.uint64), stamp=_numbers(table), slot=_numbers(table), run=_numbers(1),
-        free=_ticks(resources), computing=_ticks(resources), computed=_ticks(devices), carried=_ticks(resources),
-        pending_count=_counts(1),
-        logged=_counts(1), window=_counts(1), now=_ticks(1), latest=_ticks(1), shift=_ticks(1),
-        woken=_numbers(devices), woken_count=_counts(1), reference=_counts(1), trouble=_flags(1),
+        record=zeros(Record, computation_first=blocks, services=make_services(0, 0)),
+        segment=blocks, busy=(blocks, (devices + 63) // 64), runs=_runs(schedule),
+        first=(np.cumsum(capacity) - capacity).astype(np.uint64), capacity=capacity,
+        places=np.array([places], np.uint64), stamp=table, slot=table, free=resources, computing=resources,
+        computed=devices, carried=resources, woken=devices,
     )  # fmt: skip
 
 
 def make_services(room: int, resources: int) -> Services:
     """Room for so many services."""
-    keeper = np.full(resources, -1, np.int64)
-    return Services(_counts(room), _ticks(room), _ticks(room), _ticks(room), _flags(room), keeper, _counts(1))
+    return zeros(Services, room, keeper=np.full(resources, -1, np.int64), total=1)
 
 
 def _snapshots(devices: int, resources: int, room: int) -> Snapshots:
     by_window = 2, WINDOWS + 1
-    return Snapshots(
-        action=_numbers(*by_window, devices), block=_numbers(*by_window, devices), step=_numbers(*by_window, devices),
-        status=_flags(*by_window, devices), awaited=_counts(*by_window, devices), clock=_ticks(*by_window, devices),
-        left=_ticks(*by_window, devices), host=_ticks(*by_window, devices), free=_ticks(*by_window, resources),
-        computing=_ticks(*by_window, resources),
-        total=_counts(*by_window),
-        place=_numbers(*by_window, room), identity=_counts(*by_window, room), missing=_numbers(*by_window, room),
-        ready=_ticks(*by_window, room), end=_ticks(*by_window, room), turned=_ticks(*by_window, room),
-        computed=_ticks(*by_window, devices), carried=_ticks(*by_window, resources), slack=_ticks(*by_window, devices),
-        latest=_ticks(*by_window),
+    of_devices, of_resources = (*by_window, devices), (*by_window, resources)
+    by_device = ("action", "block", "step", "status", "awaited", "clock", "left", "host", "computed", "slack")
+    return zeros(
+        Snapshots, (*by_window, room), **dict.fromkeys(by_device, of_devices), free=of_resources,
+        computing=of_resources, carried=of_resources, total=by_window, latest=by_window,
     )  # fmt: skip
 
 
 def _kept(schedule: Schedule, devices: int, blocks: int, resources: int, table: int) -> Kept:
     visit_first, visits = _visits(schedule)
-    return Kept(
-        segment=_numbers(blocks), busy=_counts(blocks, (devices + 63) // 64), touched=_counts(blocks),
-        new_touched=_counts(blocks), horizon=_ticks(WINDOWS + 1),
-        new_horizon=_ticks(WINDOWS + 1), snapshot=_flags(WINDOWS + 1), new_snapshot=_flags(WINDOWS + 1),
-        work=_flags(WINDOWS + 1), log_first=_counts(WINDOWS), log_last=_counts(WINDOWS), log=_numbers(table),
-        window=_flags(table), total_compute=_ticks(devices), new_compute=_ticks(devices),
-        total_carry=_ticks(resources), new_carry=_ticks(resources), makespan=_ticks(1), new_makespan=_ticks(1),
-        taken=_counts(1), host_shift=_ticks(WINDOWS + 1, devices), host_shifted=_counts(1),
-        changed=_numbers(blocks), changes=_counts(1), visit_first=visit_first,
-        visit_window=_flags(visits), visit_tick=_ticks(visits), visited=_numbers(visits), new_window=_flags(visits),
-        new_tick=_ticks(visits), visits=_counts(1), chunk=_ticks(1), valid=_flags(1),
-        accepted=_counts(1), first_makespan=_ticks(1),
+    by_visit = ("visit_window", "visit_tick", "visited", "new_window", "new_tick")
+    by_window = ("horizon", "new_horizon", "snapshot", "new_snapshot", "work")
+    return zeros(
+        Kept, segment=blocks, busy=(blocks, (devices + 63) // 64), touched=blocks, new_touched=blocks,
+        **dict.fromkeys(by_window, WINDOWS + 1), log_first=WINDOWS, log_last=WINDOWS, log=table, window=table,
+        total_compute=devices, new_compute=devices, total_carry=resources, new_carry=resources,
+        host_shift=(WINDOWS + 1, devices), changed=blocks, visit_first=visit_first, **dict.fromkeys(by_visit, visits),
     )  # fmt: skip
 
 
 def _visits(schedule: Schedule) -> tuple[U64, int]:
     """By action, how many blocks the actions of its group before it have; and the most of a group."""
-    first, most = _counts(len(schedule.microbatch)), 1
+    first, most = np.zeros(len(schedule.microbatch), np.uint64), 1
     for begin, end in zip(schedule.action_first, schedule.action_last, strict=True):
         visits = 0
         for action in range(int(begin), int(end)):
@@ -419,7 +378,7 @@ def _is_ordered(schedule: Schedule) -> bool:
 
 def _runs(schedule: Schedule) -> U32:
     """By group of devices and block, how often a device runs it."""
-    runs = _numbers(len(schedule.action_first), len(schedule.kind))
+    runs = np.zeros((len(schedule.action_first), len(schedule.kind)), np.uint32)
     for group, (first, last) in enumerate(zip(schedule.action_first, schedule.action_last, strict=True)):
         for action in range(int(first), int(last)):
             runs[group, blocks_run(schedule, action)] += np.uint32(1)

@@ -14,8 +14,8 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.direct import direct
 from flexsearch.lower import Lowered
 from flexsearch.lower.arrays import State
+from flexsearch.lower.rows import Rows
 from flexsearch.lower.taskgraph import Row
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.account import BLOCK_CELLS, Account, enter, which_cells
 from flexsearch.simulate.engine import Times
 from flexsearch.simulate.lifetimes import list_spans
@@ -103,7 +103,7 @@ class Curve:
     @property
     def peak(self) -> Memory:
         """At the moment of the peak."""
-        return _peak(self.use)
+        return Memory(*self.use[:, int(self.use.sum(axis=0).argmax())].tolist())
 
     def thinned(self, most: int) -> Curve:
         """At most about so many states: of those near each other in time, the one that holds most."""
@@ -160,10 +160,6 @@ def memory_curves(lowered: Lowered, times: Times) -> tuple[Curve, ...]:
         Curve(clock[: max(1, len(clock) - 1)] * TICK, use[:, : max(1, len(clock) - 1)])
         for clock, use in zip(clocks, _uses(account, sources, state, tuple(recipe_spans(lowered))), strict=True)
     )
-
-
-def _peak(use: npt.NDArray[np.int64]) -> Memory:
-    return Memory(*use[:, int(use.sum(axis=0).argmax())].tolist())
 
 
 def _uses(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import Estimate
 from flexsearch.lower import Lowered
-from flexsearch.lower.view import Rows
+from flexsearch.lower.rows import Rows
 from flexsearch.simulate.engine import Engine, Times
 from flexsearch.simulate.mean import mean_step
 from flexsearch.simulate.memory import Memory, memory

@@ -12,8 +12,7 @@ from flexsearch.compiled import I64, U32, U64
 from flexsearch.cost.ticks import FOREVER, TICK
 from flexsearch.direct import direct
 from flexsearch.errors import FlexsearchError
-from flexsearch.lower.rows import COMPUTE, RECIPE, steps_of
-from flexsearch.lower.view import Rows
+from flexsearch.lower.rows import COMPUTE, RECIPE, Rows, steps_of
 from flexsearch.simulate.engine import LATE, check, communications_of, make_record
 from flexsearch.simulate.engine_state import DEADLOCK, DONE, MALFORMED, RUNNING, State, make_state
 from flexsearch.simulate.engine_windows import run_to

@@ -24,8 +24,8 @@ from flexsearch.lower import Lowered, lower
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.lower.recipe_rows import with_exchanges
 from flexsearch.lower.recipes import RecipeGroup, group_of
+from flexsearch.lower.rows import Rows
 from flexsearch.lower.several import computing
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.stepping import Factors, Run, Stand, longer
 from flexsearch.simulate.uncertainty import estimate
 from flexsearch.strategy import Strategy

@@ -17,8 +17,7 @@ from flexsearch.cost.sources import Sources
 from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import Estimate, Source
 from flexsearch.lower.pieces import Pieces
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Segments, steps_of
-from flexsearch.lower.view import Rows
+from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Rows, Segments, steps_of
 from flexsearch.simulate.engine import Engine
 from flexsearch.strategy import OperatorConfig
 

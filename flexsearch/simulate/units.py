@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,6 @@ from flexsearch.cost.updates import state_bytes
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import rows_per_sample
 from flexsearch.graph.ops import kept_weights, kind_of, released_weights, saved_tensors
-from flexsearch.graph.ops.base import Saved
 from flexsearch.graph.ops.formats import has_channels_last
 from flexsearch.graph.ops.zeros import attends
 from flexsearch.lower.arrays import NOTHING, BlockTable, State
@@ -22,6 +21,7 @@ from flexsearch.lower.change import Wiring
 from flexsearch.lower.plan import PlanRows
 from flexsearch.lower.program import Rows
 from flexsearch.lower.rows import Schedule
+from flexsearch.packed import zeros
 from flexsearch.simulate.account import BLOCK_CELLS, Account
 from flexsearch.simulate.spans import (
     ACTIVATIONS,
@@ -61,15 +61,12 @@ def make_account(rows: PlanRows) -> tuple[Account, Sources]:
     chunk_of, chunk_first = _chunks(schedule, blocks)
     capacity = np.array([device.usable_bytes for device in topology.devices], np.int64)
     count, chunks = len(units.root), len(chunk_first) - 1
-    return Account(
-        state=_small(rows.empty_state()), spans=_make_spans(graph, sources, devices),
-        schedule=schedule, empty=np.ones(1, np.uint8), cells=np.zeros((kinds, devices, BLOCK_CELLS * blocks), np.int64),
-        net=np.zeros((kinds, devices, chunks), np.int64), high=np.zeros((kinds, devices, chunks), np.int64),
-        chunk_of=chunk_of, chunk_first=chunk_first, stale=np.zeros((devices, chunks), np.uint8),
-        changed=np.zeros(devices, np.uint8), next_block=_next_blocks(schedule, blocks),
-        peak=np.zeros(devices, np.int64), capacity=capacity,
-        stamp=np.zeros(count, np.uint64), round=np.zeros(1, np.uint64), touched=np.zeros(count, np.uint32),
-        number=np.zeros(1, np.uint64),
+    return zeros(
+        Account, state=_small(rows.empty_state()), spans=_make_spans(graph, sources, devices), schedule=schedule,
+        empty=np.ones(1, np.uint8), cells=(kinds, devices, BLOCK_CELLS * blocks), net=(kinds, devices, chunks),
+        high=(kinds, devices, chunks), chunk_of=chunk_of, chunk_first=chunk_first, stale=(devices, chunks),
+        changed=devices, next_block=_next_blocks(schedule, blocks), peak=devices, capacity=capacity, stamp=count,
+        touched=count,
     ), sources  # fmt: skip
 
 
@@ -114,7 +111,7 @@ def make_units(
 ) -> Units:  # fmt: skip
     """The units of a graph whose passes are the blocks of ``table``. ``shift``: samples of the batch from the first
     microbatch of a device to its last one; ``devices``: their kinds."""
-    rules = _rules(graph)
+    rules = saved_tensors(graph)
     roots, members = _members(graph, [rule.alias for rule in rules])
     number = {name: u for u, names in enumerate(members) for name in names}
     activations = {t.name: k for k, t in enumerate(graph.of_kind("activation"))}
@@ -226,16 +223,6 @@ def _shared(table: BlockTable, nbytes: Sequence[int]) -> npt.NDArray[np.uint8]:
     return shared
 
 
-_LAST: list[tuple[OperatorGraph, tuple[Saved, ...]]] = []
-
-
-def _rules(graph: OperatorGraph) -> tuple[Saved, ...]:
-    """What operators keep for their backwards. Of the last graph it is remembered: every change of options asks."""
-    if not _LAST or _LAST[0][0] is not graph:
-        _LAST[:] = [(graph, saved_tensors(graph))]
-    return _LAST[0][1]
-
-
 def _members(graph: OperatorGraph, views: Sequence[bool]) -> tuple[list[str], list[list[str]]]:
     """The first tensor of each unit, and all its tensors in topological order: a view belongs to what it is a view
     of."""
@@ -324,14 +311,7 @@ def _make_spans(graph: OperatorGraph, sources: Sources, devices: int) -> Spans:
     room = int(max(1, (11 * slots + 7).max(initial=1))) * devices * passes
     most = int(max(1, (units.activation_last - units.activation_first).max(initial=1)))
     rank = max((len(tensor.shape) for tensor in graph.tensors), default=1) or 1
-
-    def numbers(*shape: int) -> npt.NDArray[np.uint32]:
-        return np.zeros(shape, np.uint32)
-
-    boxes: Any = np.zeros((2, devices, rank), np.int64)
-    return Spans(
-        device=numbers(room), first=numbers(room), last=numbers(room), nbytes=np.zeros(room, np.int64),
-        part=np.zeros(room, np.uint8), size=np.zeros(1, np.uint64), output=numbers(most, devices),
-        arrived=numbers(most, devices), gradient=numbers(devices), born=numbers(devices), again=numbers(most, devices),
-        low=boxes[0].copy(), high=boxes[1].copy(), reads=np.zeros(devices, np.uint8),
+    return zeros(
+        Spans, devices, device=room, first=room, last=room, nbytes=room, part=room, size=1, output=(most, devices),
+        arrived=(most, devices), again=(most, devices), low=(devices, rank), high=(devices, rank),
     )  # fmt: skip

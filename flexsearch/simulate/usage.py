@@ -28,13 +28,14 @@ from flexsearch.lower.rows import (
     UPDATE,
     WEIGHT_GRADIENT,
     Numbers,
+    Rows,
     blocks_run,
     steps_at,
     steps_of,
 )
 from flexsearch.lower.schedule import Stages
 from flexsearch.lower.taskgraph import Row
-from flexsearch.lower.view import Actions, Rows
+from flexsearch.lower.view import Actions
 from flexsearch.simulate.engine import Times
 
 Spans = npt.NDArray[np.int64]

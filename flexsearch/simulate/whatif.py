@@ -20,9 +20,8 @@ from flexsearch.cost import Costs, Profile
 from flexsearch.errors import NotationError, TopologyError
 from flexsearch.graph.batch import with_batch
 from flexsearch.lower import Lowered, Lowering
-from flexsearch.lower.rows import SYNCHRONISE, UPDATE, blocks_run
+from flexsearch.lower.rows import SYNCHRONISE, UPDATE, Rows, blocks_run
 from flexsearch.lower.share import share_of
-from flexsearch.lower.view import Rows
 from flexsearch.simulate.memory import memory
 from flexsearch.simulate.simulation import makespan, rows_seconds
 from flexsearch.topology import Topology
@@ -38,12 +37,10 @@ ALL_AT_ONCE: Final = 2**62
 
 @dataclass(frozen=True, slots=True)
 class LinkClass:
-    """Links of the same sort: ``name`` with stars for numbers, the resources (directions), their bandwidths in B/s."""
+    """Links of the same sort: ``name`` with stars for numbers, the resources (directions)."""
 
     name: str
     resources: tuple[int, ...]
-    slowest: float
-    fastest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +68,7 @@ def link_classes(topology: Topology) -> tuple[LinkClass, ...]:
                 grouped.setdefault(key(resource.name, resource.bandwidth), []).append(r)
         if len(grouped) <= MANY_CLASSES:
             break
-    classes = []
-    for name, members in grouped.items():
-        speeds = [topology.resources[r].bandwidth for r in members]
-        classes.append(LinkClass(name, tuple(members), min(speeds), max(speeds)))
-    return tuple(classes)
+    return tuple(LinkClass(name, tuple(members)) for name, members in grouped.items())
 
 
 def _pattern(name: str, bandwidth: float) -> str:

@@ -112,10 +112,6 @@ class Recipe:
         """Whether replicas change their weights by themselves, and these are synchronised, not gradients."""
         return self.partners.weights or isinstance(self.timing, LocalSGD)
 
-    def cycle(self, members: int) -> int:
-        """Steps after the warm-up until what it sends repeats."""
-        return self.period * self.partners.cycle(members)
-
     def _refusals(self) -> list[tuple[bool, str, str]]:
         """(Whether it is so, why that makes no sense, the remedy) of every combination that may be refused."""
         c, p, t = self.compression, self.partners, self.timing

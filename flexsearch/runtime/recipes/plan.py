@@ -14,7 +14,6 @@ from flexsearch.errors import RuntimeFailure
 from flexsearch.graph.samples import COUNTS
 from flexsearch.lower import Communication, Edge, Lowered, Reshard
 from flexsearch.lower.recipes import RecipeGroup
-from flexsearch.lower.reshard import assemble
 from flexsearch.lower.weights import unsynchronised
 
 
@@ -102,4 +101,4 @@ def _as_many_times(lowered: Lowered, edge: Edge, size: int) -> Reshard | None:
     wanted = lowering.layouts.intern(edge.need)
     itemsize = lowered.graph.tensor[edge.tensor].itemsize
     many = lowering.layouts.lay(grid, of.device[places])
-    return assemble(lowering.planner, many, wanted, first, first + np.uint32(size), itemsize)
+    return Reshard(lowering.planner, many, wanted, itemsize, ranges=(first, first + np.uint32(size)))
