@@ -192,6 +192,33 @@ def test_a_chain_goes_on_from_the_best_plan_where_time_is_short_for_polishing(mo
     run._look(found, 0)
 
 
+def test_a_search_with_a_local_optimum_leaves_time_for_one_more_look_at_every_alternative(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, topology = cnn(batch=32, hidden=512), ethernet(2)
+    run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)
+    run.begin(None)
+    alternatives = run.climber.space.alternatives_on_blocks
+    best = Climbed(0, "chain", run.best.configs, run.best.options, run.best.evaluation, optimal=True)
+    run.improved = run.began + 79.0
+
+    def look(elapsed_s: float, proposals: int) -> str:
+        monkeypatch.setattr(one_search.time, "monotonic", lambda: run.began + elapsed_s)
+        best.proposals = proposals
+        try:
+            run._look({0: best}, 0)
+        except one_search.Stop as stop:
+            return str(stop)
+        return ""
+
+    assert not look(79.0, 5 * alternatives)  # a look takes 16 s
+    assert look(85.0, 5 * alternatives) == "the budget of 100 s was used up"
+    assert not look(85.0, 2 * alternatives)  # 42 s, too long for this budget
+    run._turned = 0  # nothing to turn to
+    best.optimal = False
+    assert not look(85.0, 5 * alternatives)
+
+
 def test_of_plans_as_good_the_local_optimum_is_the_answer() -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(2)
     run = one_search.Run(graph, topology, Costs(graph, topology), Options(), 0, None, Budget(100.0, None), None)

@@ -136,8 +136,8 @@ checks."""
 ROUNDS: Final = 4
 """A simpler plan may be simplified further, so often at most. Taken: more never brought anything."""
 SIMPLIFYING: Final = 0.1
-"""Simplifying the answer may take this share of a budget in seconds, on top of it. Taken: it takes less, but where one
-plan takes long."""
+"""Simplifying the answer may take what the search has left of a budget in seconds, and this share of it on top. Taken:
+it takes less, but where one plan takes long."""
 
 MOST_TEMPLATES: Final = 2**31
 """With more bytes of templates, a process forgets them before its next climb, or a search of many minutes would take
