@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -74,18 +75,28 @@ class Fold:
         return part if self._unfold(operator, part) == config else None
 
     def _unfold(self, operator: int, config: OperatorConfig) -> OperatorConfig:
-        op, axis = self.whole.operators[operator], self.samples[operator]
-        degrees = [(name, config.degree(name)) for name in op.sizes if name == axis or config.degree(name) > 1]
-        shape = [parts for _, parts in degrees] + [config.replicas]
-        own = np.array(config.devices).reshape(shape)
-        every = np.stack([own + block * self.devices for block in range(self.replicas)])
-        place = next((k for k, (name, _) in enumerate(degrees) if name == axis), len(degrees))
-        if axis is not None:
-            degrees[place] = axis, degrees[place][1] * self.replicas
-        copies = config.replicas * (self.replicas if axis is None else 1)
-        devices = np.moveaxis(every, 0, place).ravel().tolist()
-        shares = tuple((name, row * self.replicas if name == axis else row) for name, row in config.shares)
-        return OperatorConfig(tuple(degrees), tuple(devices), copies, config.states, shares, config.sharded_over)
+        axes, axis = tuple(self.whole.operators[operator].sizes), self.samples[operator]
+        return _unfolded(axes, axis, self.replicas, self.devices, config)
+
+
+@lru_cache(maxsize=1 << 16)  # a plan has few configs, for many operators
+def _unfolded(
+    axes: tuple[str, ...], samples: str | None, replicas: int, devices: int, config: OperatorConfig
+) -> OperatorConfig:
+    """The config of an operator with these axes, of which ``config`` is the part of one of so many blocks of so many
+    devices. ``samples``: the axis that the blocks share out."""
+    degrees = [(name, config.degree(name)) for name in axes if name == samples or config.degree(name) > 1]
+    shape = [parts for _, parts in degrees] + [config.replicas]
+    own = np.array(config.devices).reshape(shape)
+    every = np.stack([own + block * devices for block in range(replicas)])
+    place = next((k for k, (name, _) in enumerate(degrees) if name == samples), len(degrees))
+    if samples is not None:
+        degrees[place] = samples, degrees[place][1] * replicas
+    copies = config.replicas * (replicas if samples is None else 1)
+    whole = np.moveaxis(every, 0, place).ravel().tolist()
+    shares = tuple((name, row * replicas if name == samples else row) for name, row in config.shares)
+    return OperatorConfig(tuple(degrees), tuple(whole), copies, config.states, shares, config.sharded_over)
+
 
 
 def fold(
