@@ -106,7 +106,7 @@ class PlanRows:
         self._take(list(configs), [self.templates.config(i, config) for i, config in configs.items()])
 
     def _take(self, operators: Numbers, configs: Numbers) -> None:
-        """Make the plan at hand with other configs for some operators the plan at hand."""
+        """Give some operators of the plan at hand other configs, by number."""
         self.ask(operators, configs)
         while (status := self.describe(NEVER)) != DONE:
             self.go_on(status)
