@@ -194,7 +194,7 @@ def test_a_plan_is_as_fast_as_its_climb_says_with_the_options_of_that_climb() ->
     costs = Costs(graph, topology)
     run = Run(graph, topology, costs, Options(), 0, None, Budget(None, 40_000), None)
     run.begin(None)
-    run.near = [run.best.options, *(options for options in run.choices if options != run.best.options)]
+    run.sizes = [run.best.options, *(options for options in run.choices if options != run.best.options)]
     run.go(1)
     assert len({climbed.options for climbed in run.climbs}) > 1
     result = run.result("", 0.0, ())

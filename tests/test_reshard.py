@@ -175,6 +175,7 @@ def check_sums(plan: Reshard, topology: Topology) -> None:
     for phase in plan.phases:
         for exchange in phase.exchanges:
             check_exchange(exchange, phase.source, phase.destination, topology)
+    assert plan.aliased == aliased(plan)
     assert plan.trivial == (not plan.exchanges and aliased(plan) >= {e.device for e in plan.destination})
     for phase in plan.phases:
         check_split(phase.exchanges)

@@ -104,7 +104,7 @@ FOLDS: Final = 2
 FULL: Final = 8
 """Blocks are hosts, or parts of so many devices of larger ones. Taken: what larger servers hold."""
 NEAR: Final = 0.05
-"""Climbs use the bucket sizes with which the best start costs at most this share more than with its best one. Measured:
+"""Climbs use the bucket sizes with which some start costs at most this share more than the best one. Measured:
 20 s of processor time, one process, seeds 0 to 2: Inception-v3 on 16 P100 has 44.3, 45.6, 45.9 ms instead of 46.2,
 46.0, 46.2; ResNet-101 and NMT on 16 (10 s) are within what their seeds differ by."""
 FOLDED_STARTS: Final = 3

@@ -60,8 +60,8 @@ class Run:
         """Options that differ in their bucket size: what plans are tuned over."""
         self.standard: tuple[Options, ...] = ()
         """The first of them: what baselines are tuned over."""
-        self.near: list[Options] = []
-        """Those of climbs: the best plan's, then others with which some plan is hardly slower."""
+        self.sizes: list[Options] = []
+        """Those of climbs: the best plan's, then others with which some start is hardly slower."""
         self.history: list[Improvement] = []
         self.trails: list[Trail] = []
         self.found_in = ""
@@ -104,7 +104,7 @@ class Run:
         at = self.choices.index(self.best.options)
         self.starts = {name: Plan(configs, self.best.options, table[name][at][1]) for name, configs in plans.items()}
         self.evaluate.use(self.best.options)
-        self.near = self._near(list(table.values()))
+        self.sizes = self._sizes_near_the_best(list(table.values()))
         self.began = self.improved = time.monotonic()
 
     def _evaluate(
@@ -140,8 +140,8 @@ class Run:
             if not self.history or better(best.evaluation, self.best.evaluation):
                 self._improve(0, Plan(best.configs, best.options, best.evaluation), name, "")
 
-    def _near(self, table: Sequence[Sequence[tuple[Options, Evaluation]]]) -> list[Options]:
-        """``near``. Of options that cost the same, the first: there, sizes make no difference."""
+    def _sizes_near_the_best(self, table: Sequence[Sequence[tuple[Options, Evaluation]]]) -> list[Options]:
+        """What ``sizes`` says. Of options that cost the same, the first: there, sizes make no difference."""
         least, first = self.best.evaluation.cost, dict[float, Options]()
         for k, options in enumerate(self.choices):
             first.setdefault(min((row[k][1] for row in table), key=by_rank).cost, options)
@@ -170,7 +170,7 @@ class Run:
             return "there is only one device: nothing to search"
         folds, order = in_order(self.climber, self.starts, self.found_in, self.rule, bool(self.before.climbs))
         self._schedule = ClimbSchedule(
-            with_sizes(order, self.near), folds, self.best, self.found_in, self.budget.proposals,
+            with_sizes(order, self.sizes), folds, self.best, self.found_in, self.budget.proposals,
             self.climber.patience, self.before.climbs, self._alternatives,
         )  # fmt: skip
         self._processes = max(1, min(processes, WINDOW))
@@ -196,8 +196,8 @@ class Run:
         idle_s = 0.0 if total < self._alternatives and not optimal else now - self.improved  # 0: it has hardly begun
         waits = turned or not best.feasible  # then it goes on to the end
         rate = total / max(now - self.began, 1e-9) / self._processes
-        look_s = self._look_s(rate) if optimal else 0.0
-        reason = self.budget.ended(now - self.began + look_s, 0.0 if waits else idle_s)
+        reserve_s = self._seconds_of_alternatives(rate) if optimal else 0.0
+        reason = self.budget.ended(now - self.began + reserve_s, 0.0 if waits else idle_s)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
             best_s = min(best, self.best.evaluation, key=by_rank).time_s
@@ -209,9 +209,9 @@ class Run:
             polish = rate * left_s > ENOUGH * self.climber.space.alternatives_on_blocks
             self._turn_to_best(climbs, here, polish)
 
-    def _look_s(self, rate: float) -> float:
-        """Seconds that one look at every alternative takes, with so many proposals a second: where a local optimum is
-        made simpler, its alternatives are tried again. 0 if the budget is too short for that."""
+    def _seconds_of_alternatives(self, rate: float) -> float:
+        """Seconds to try every alternative once, with so many proposals a second, as is done where a local optimum has
+        been made simpler. 0 if the budget is too short for that."""
         seconds = self.climber.space.alternatives_on_blocks / rate if rate else inf
         return seconds if self.budget.seconds and seconds <= POLISH * self.budget.seconds else 0.0
 

@@ -37,8 +37,8 @@ def in_order(
     order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
     parallel, many = plans["data-parallel"], len(climber.topology.devices) >= SAMPLES_FROM
     if many and rule is None and parallel.configs in distinct:
-        name, options = "data-parallel, samples only", parallel.options
-        order.insert(0, Start(name, parallel.configs, options, parallel.evaluation, samples=True))
+        name = "data-parallel, samples only"
+        order.insert(0, Start(name, parallel.configs, parallel.options, parallel.evaluation, samples=True))
     return folds, order
 
 
