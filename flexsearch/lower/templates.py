@@ -71,6 +71,8 @@ class Templates:
         self._split_keys: list[tuple[int, Degrees, int, Shares]] = []
         self._costs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
         """By operator and extents of its pieces: where their times stand."""
+        self.followed: set[tuple[int, int]] = set()
+        """Links, and splits of which it is known what follows over them."""
         self._kinds = np.unique(lowering.costs.kinds)
         self._moves = _MOVES
         self._workspace, self._scratch = self._new_workspace(), self._new_scratch()
@@ -105,14 +107,14 @@ class Templates:
         if self._splits is None or self._room < sum([columns.room for columns in self._columns]):
             self._splits = Splits(**{name: a for columns in self._columns for name, a in columns.arrays.items()})
             self._room = sum(columns.room for columns in self._columns)
-        parts: dict[str, Any] = {
-            "pools": self.pools, "landings": self.landings, "keys": self.keys.table,
-            "layouts": self.lowering.layouts.pool, "splits": self._splits, "workspace": self._workspace,
-        }  # fmt: skip
-        now = self._tables
-        if now is None or any(getattr(now, name) is not part for name, part in parts.items()):
+        now, growing, layouts = self._tables, self._growing, self.lowering.layouts.pool
+        if (
+            now is None or now.keys is not self.keys.table or now.layouts is not layouts
+            or now.splits is not self._splits or now.pools is not growing.pools or now.workspace is not self._workspace
+        ):  # fmt: skip
             now = self._tables = TemplateTables(
-                **parts, used=self._growing.used, scratch=self._scratch, **self._fixed
+                pools=growing.pools, landings=growing.landings, keys=self.keys.table, layouts=layouts,
+                splits=self._splits, workspace=self._workspace, used=growing.used, scratch=self._scratch, **self._fixed
             )  # fmt: skip
         return now
 
@@ -229,6 +231,7 @@ class Templates:
             first = self._positions.extend(count, position=config.devices)
         row = self._followed.add(follow_split=followed, follow_first=first, follow_count=count)
         self.keys.put(OVER, link, split, row)
+        self.followed.add((link, split))
         return followed
 
     def like(self, operator: int, split: int) -> None:

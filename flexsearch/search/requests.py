@@ -63,7 +63,7 @@ class Requests:
 
     def _follow(self, templates: Templates, number: int, split: int) -> None:
         """Add what follows a split over a link, and on from there, if it is not known."""
-        if templates.keys.find(OVER, number, split) is not None:
+        if (number, split) in templates.followed:
             return
         source, link = self._links[number]
         followed = self.space.propagation.over(source, templates.in_place(split), link)

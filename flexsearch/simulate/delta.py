@@ -77,8 +77,9 @@ class DeltaSimulator:
         self._pending, self._dirty, self._seconds = False, False, 0.0
         self.rows: PlanRows
         self.engine: Engine
-        self._prepared: dict[str, tuple[PlanRows, Account, Sources]] = {}
-        """By options, of which only ``synchronise_by`` may be another: making these takes longer than a whole run."""
+        self._prepared: dict[str, tuple[PlanRows, Engine, Account, Sources]] = {}
+        """By options, of which only ``synchronise_by`` may be another: making these takes longer than a whole run, and
+        an engine grows several times before it has room for all that proposals need."""
         numbers = [self.templates.config(i, config) for i, config in enumerate(configs)]
         self._asked = tuple(configs), np.array(numbers, np.uint32)
         """The plan that ``go_to`` was asked for last, and its numbers."""
@@ -89,15 +90,14 @@ class DeltaSimulator:
         if (prepared := self._prepared.pop(key, None)) is None:
             arena = next((rows.arena for rows, *_ in self._prepared.values()), None)
             rows = PlanRows(self.lowering, self.templates, options, self._stages, arena)
-            prepared = rows, *make_account(rows)
+            prepared = rows, Engine(rows.schedule, rows.machine), *make_account(rows)
         if len(self._prepared) == PREPARED:
             del self._prepared[next(iter(self._prepared))]
         self._prepared[key] = prepared
         self.options = options
-        self.rows, self.account, self._sources = prepared
+        self.rows, self.engine, self.account, self._sources = prepared
         self.rows.use(options)
         forget(self.account)  # it compares configs; with the same ones it would keep the reshards of gradients
-        self.engine = Engine(self.rows.schedule, self.rows.machine)
         self.rows.set_numbers(range(len(numbers)), numbers)
         self.seconds = self.engine.run(self.rows.plan.segments, self.rows.segment) * TICK
         """Iteration time of the plan at hand, s."""
