@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flexsearch.cost import Costs, Profile
 from flexsearch.errors import StrategyError
 from flexsearch.graph import OperatorGraph
-from flexsearch.lower import Lowered, lower
+from flexsearch.lower import Lowered
 from flexsearch.lower.limits import refuse_endless_turns
 from flexsearch.proof.exhaustive import Optimum, Step, exhaustive
 from flexsearch.proof.spaces import aligned_configs
@@ -26,7 +26,7 @@ from flexsearch.search.tuning import Tuned, pipelined, tuned_baseline, tuned_bas
 from flexsearch.search.weight_gradients import search_weight_gradients
 from flexsearch.simulate import simulate as simulate_lowered
 from flexsearch.simulate.staged import Step as StagedStep
-from flexsearch.simulate.staged import step_of_strategy
+from flexsearch.simulate.staged import lower_exactly, step_of_strategy
 from flexsearch.simulate.variants import Plan, Variants
 from flexsearch.strategy import OperatorConfig, Options, Prediction, Strategy
 from flexsearch.strategy.baselines import PIPELINES, baselines, stage_of
@@ -75,9 +75,9 @@ class Setting:
         return PlanRow(name, simulate_lowered(lowered), lowered, note)
 
     def lower(self, strategy: Strategy) -> Lowered:
-        """The strategy's task graph: of one with replicas of its stages, that of one block of devices. Raises
-        StrategyError if it was made for another graph or topology."""
-        return lower(self.graph, strategy, self.topology, self.costs)
+        """The strategy's task graph: of one with replicas of its stages, that of one block of devices, if all do the
+        same. Raises StrategyError if it was made for another graph or topology."""
+        return lower_exactly(self.graph, strategy, self.topology, self.costs)
 
     def staged_row(self, name: str, strategy: Strategy) -> StagedRow:
         """Any strategy, also one with stages and microbatches, as a row of a comparison of layouts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from functools import cache
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.errors import StrategyError, TopologyError
-from flexsearch.lower import Lowering
+from flexsearch.lower import Lowering, lower_for_ranks
 from flexsearch.lower.folding import Fold, fold
 from flexsearch.search import search
 from flexsearch.search.climb import Climb, Climbed, Climber
@@ -23,15 +24,20 @@ from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
 from flexsearch.simulate.delta import DeltaSimulator
 from flexsearch.simulate.engine import Engine
+from flexsearch.simulate.staged import lower_exactly, step_of_strategy
+from flexsearch.simulate.variants import Plan as Layout
+from flexsearch.simulate.variants import Variants
 from flexsearch.strategy import OperatorConfig, Options, States, make_config
 from flexsearch.strategy.baselines import baseline
 from flexsearch.topology import Device, Link, Topology
 from flexsearch.topology.changes import edited
 from flexsearch.topology.classes import fold_topology, foldings
 from tests.proposals import propose
+from tests.staged_plans import hosts, staged_plan
 from tests.test_baselines import cnn, mlp, transformer
 from tests.test_delta import in_turns, normed, tied
 from tests.test_recurrent import rnnlm
+from tests.test_variants import imported
 
 Configs = tuple[OperatorConfig, ...]
 CASES = [
@@ -87,11 +93,6 @@ def random_plan(space: Space, rng: np.random.Generator) -> Configs:
     )
 
 
-def is_even(one: DeltaSimulator) -> bool:
-    """Whether the blocks are treated alike, down to the last element."""
-    return not one.templates.tables.blocks.lopsided[0] and not one.rows.arena.draft.groups.lopsided[0]
-
-
 def peaks(one: DeltaSimulator) -> list[int]:
     return [int(peak) for peak in one.peaks()]
 
@@ -105,7 +106,7 @@ def test_a_folded_plan_takes_as_long_as_the_whole_one(make: Any, name: str, repl
         one, whole = simulator(parts, configs, options), whole_simulator(parts, configs, options)
         # An estimate where blocks are not treated alike: one plan of ``cnn`` on hosts' processors is off by 26 %.
         assert one.seconds == pytest.approx(whole.seconds, rel=0.3)
-        if is_even(one):
+        if one.rows.is_even:
             even += 1
             assert one.seconds == whole.seconds
             assert peaks(one) * replicas == peaks(whole)
@@ -119,7 +120,7 @@ def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: 
     for k in range(8):
         configs, options = random_plan(space, rng), Options(bucket_bytes=[25 * 2**20, 4096][k % 2])
         one, whole = simulator(parts, configs, options), whole_simulator(parts, configs, options)
-        if is_even(one):
+        if one.rows.is_even:
             even += 1
             inside, all_ = (simulate(s.lowering.lower(s.configs, options)) for s in (one, whole))
             assert inside.makespan_s == all_.makespan_s and inside.moved_bytes == all_.moved_bytes
@@ -127,6 +128,24 @@ def test_the_tasks_of_a_folded_plan_move_what_those_of_the_whole_one_move(make: 
             np.testing.assert_allclose(carried, all_.link_bytes, rtol=0.0, atol=16)
             assert (inside.memory * replicas) == all_.memory
     assert even
+
+
+@pytest.mark.parametrize("cluster", [hosts, lambda count: Topology.load("dgx-a100:1").subset(range(count))])
+def test_a_plan_with_replicas_takes_what_all_its_ranks_do_however_uneven_it_is(cluster: Any) -> None:
+    graph, uneven = imported().graph, 0
+    for seed in range(30):
+        plan = staged_plan(graph, random.Random(seed), cluster=cluster)
+        if plan.stages[0].replicas == 1:
+            continue
+        costs = Costs(graph, plan.cluster)
+        every = simulate(lower_for_ranks(graph, plan, plan.cluster, costs, reads=True))
+        step, told = step_of_strategy(graph, plan), simulate(lower_exactly(graph, plan, plan.cluster, costs))
+        blocks = len(plan.cluster.devices) // len(step.memory)
+        assert step.makespan_s == told.makespan_s == every.makespan_s
+        assert step.memory * blocks == told.memory * blocks == every.memory
+        assert Variants(graph, plan.cluster, None).outcome(Layout.of(plan, graph)).seconds == every.makespan_s
+        uneven += blocks == 1
+    assert uneven >= 2
 
 
 def last_ends(one: DeltaSimulator) -> list[int]:
@@ -188,7 +207,7 @@ def test_blocks_in_which_other_pieces_make_gradients_are_not_alike() -> None:
         i = parts.part.index[name]
         configs[i] = make_config(parts.part.operators[i], degrees | more, range(8))
     one, whole = (make(parts, tuple(configs), Options()) for make in (simulator, whole_simulator))
-    assert peaks(one) * 4 != peaks(whole) and not is_even(one)
+    assert peaks(one) * 4 != peaks(whole) and not one.rows.is_even
 
 
 def test_blocks_in_which_other_copies_are_sent_are_not_alike() -> None:
@@ -205,7 +224,7 @@ def test_blocks_in_which_other_copies_are_sent_are_not_alike() -> None:
         for exchange in weight.plan.sync.exchanges if weight.plan.sync else ():
             if len({d // parts.devices for d in exchange.devices}) == 1:
                 sent[exchange.devices[0] // parts.devices].append(exchange.nbytes)
-    assert len({tuple(nbytes) for nbytes in sent.values()}) > 1 and not is_even(one)
+    assert len({tuple(nbytes) for nbytes in sent.values()}) > 1 and not one.rows.is_even
 
 
 @pytest.mark.parametrize(("name", "replicas"), [("p100:1", 2), ("p100:1", 4), ("p100:2", 4), ("ethernet-1g-4", 2)])

@@ -193,7 +193,7 @@ def lower_for_ranks(
     configs = parts.unfold(strategy.in_order(graph))
     for op, config in zip(part.operators, configs, strict=True):
         check_config(op, config, len(topology.devices))
-    stages = replace(stages_of(pipeline), devices=tuple(stage.mesh for stage in strategy.stages))
+    stages = stages_of(pipeline.unfolded(parts.devices))
     lowering = Lowering(part, topology, Costs(part, topology, costs.profile), batch_graph=graph, reads=reads)
     return lowering.lower(configs, strategy.options, stages)
 

@@ -87,6 +87,12 @@ class PlanRows:
         )  # fmt: skip
 
     @property
+    def is_even(self) -> bool:
+        """Whether all blocks of devices are certain to do the same, down to the last element. If not, what one block
+        takes and needs may differ from what all do."""
+        return not self.templates.tables.blocks.lopsided[0] and not self.arena.draft.groups.lopsided[0]
+
+    @property
     def configs(self) -> tuple[OperatorConfig, ...]:
         """The plan at hand."""
         configs = tuple(self.templates.configs[int(c)] for c in self.state.config)

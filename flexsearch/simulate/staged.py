@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from flexsearch.cost.uncertainty import Estimate
 from flexsearch.graph import Flow, OperatorGraph
 from flexsearch.graph.batch import microbatch
 from flexsearch.graph.ops import backward_flops, forward_flops, kind_of
-from flexsearch.lower import Lowering, lower
+from flexsearch.lower import Lowered, Lowering, lower, lower_for_ranks
 from flexsearch.lower.share import Share, share_of, stages_of
 from flexsearch.lower.templates import Templates
 from flexsearch.simulate.delta import DeltaSimulator
@@ -26,6 +27,10 @@ from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.strategy.config import check_config
 from flexsearch.strategy.pipeline import Pipeline
 from flexsearch.topology import Topology
+
+MOST_UNFOLDED: Final = 64
+"""On so many devices at most, all blocks are simulated to see whether one stands for them: that may take as many times
+as long as one block as there are blocks."""
 
 
 class StagedSimulators:
@@ -80,13 +85,25 @@ class StagedSimulators:
             templates=templates,
         )  # fmt: skip
 
+    def exact(self, pipeline: Pipeline, configs: Sequence[OperatorConfig], options: Options) -> DeltaSimulator:
+        """As ``simulator``; of all devices as one block where the blocks are not alike, so that one of them does not
+        take or need what all do. On more than ``MOST_UNFOLDED`` devices nobody asks."""
+        simulator = self.simulator(pipeline, configs, options)
+        fold = self.share(pipeline.replicas, pipeline.microbatches)[0].fold
+        if fold is None or simulator.rows.is_even or len(self.topology.devices) > MOST_UNFOLDED:
+            return simulator
+        every = self.simulator(pipeline.unfolded(fold.devices), fold.unfold(configs), options)
+        alike = simulator.peaks().tolist() * fold.replicas == every.peaks().tolist()
+        return simulator if alike and simulator.seconds == every.seconds else every
+
 
 @dataclass(frozen=True)
 class Step:
-    """One simulated step of a plan. By device of the first block: ``usage``, what it does all the time, and ``memory``
-    (bytes at the peak, by what they hold); ``measure`` works the former out. ``weigh`` says what the time rests on.
-    ``devices``: of all blocks. ``samples``: of the whole batch. ``flops``: of the model's forward and backward passes,
-    nothing computed twice. ``peak_flops``: FLOP/s of all devices together."""
+    """One simulated step of a plan. By device of the first block, or of all blocks where they are not treated alike:
+    ``usage``, what it does all the time, and ``memory`` (bytes at the peak, by what they hold); ``measure`` works the
+    former out. ``weigh`` says what the time rests on. ``devices``: of all blocks. ``samples``: of the whole batch.
+    ``flops``: of the model's forward and backward passes, nothing computed twice. ``peak_flops``: FLOP/s of all devices
+    together."""
 
     makespan_s: float
     measure: Callable[[], tuple[DeviceTime, ...]] = field(repr=False, compare=False)
@@ -161,16 +178,36 @@ def step_of(simulators: StagedSimulators, simulator: DeltaSimulator) -> Step:
 
 def step_of_strategy(graph: OperatorGraph, strategy: Strategy, profile: Profile | None = None) -> Step:
     """The simulated step of a strategy, after checking it. Raises StrategyError."""
-    strategy.check(graph, strategy.cluster)
     if strategy.options.recipes:
+        strategy.check(graph, strategy.cluster)
         return _step_with_recipes(graph, strategy, profile)
+    return step_of(*_simulator_of(graph, strategy, profile))
+
+
+def lower_exactly(graph: OperatorGraph, strategy: Strategy, topology: Topology, costs: Costs) -> Lowered:
+    """As ``lower``, but for all devices where blocks are not alike, as of ``StagedSimulators.exact``. Raises
+    StrategyError."""
+    strategy.check(graph, topology)
+    replicas = max(stage.replicas for stage in strategy.stages)
+    if replicas > 1 and not strategy.options.recipes and len(topology.devices) <= MOST_UNFOLDED:
+        _, simulator = _simulator_of(graph, strategy, costs.profile)
+        if len(simulator.topology.devices) == len(topology.devices):
+            return lower_for_ranks(graph, strategy, topology, costs, reads=True)
+    return lower(graph, strategy, topology, costs)
+
+
+def _simulator_of(
+    graph: OperatorGraph, strategy: Strategy, profile: Profile | None
+) -> tuple[StagedSimulators, DeltaSimulator]:  # fmt: skip
+    """A strategy in an exact simulator, after checking it."""
+    strategy.check(graph, strategy.cluster)
     graph = strategy.planned(graph)
     pipeline, configs = Pipeline.of(strategy, graph), strategy.in_order(graph)
     simulators = StagedSimulators(graph, strategy.cluster, profile, strategy.options)
     share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
     for op, config in zip(share.graph.operators, configs, strict=True):
         check_config(op, config, len(share.topology.devices))  # a microbatch has fewer samples than the batch
-    return step_of(simulators, simulators.simulator(pipeline, configs, strategy.options))
+    return simulators, simulators.exact(pipeline, configs, strategy.options)
 
 
 def _step_with_recipes(graph: OperatorGraph, strategy: Strategy, profile: Profile | None) -> Step:

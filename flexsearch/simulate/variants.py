@@ -199,11 +199,11 @@ class Variants:
             share, _, _ = simulators.share(pipeline.replicas, pipeline.microbatches)
             for op, config in zip(share.graph.operators, configs, strict=True):
                 check_config(op, config, len(share.topology.devices))
-            simulator = simulators.simulator(pipeline, configs, plan.options)
+            simulator = simulators.exact(pipeline, configs, plan.options)
         except FlexsearchError as error:
             return Outcome(None, remark=error.message)
         except IndexError:
             return Outcome(None, remark="a stage has fewer devices")
-        room = [device.usable_bytes for device in share.topology.devices]
+        room = [device.usable_bytes for device in simulator.topology.devices]
         missing = (int(peak) - most for peak, most in zip(simulator.peaks(), room, strict=True))
         return Outcome(simulator.seconds, max(0, *missing), simulator.missing_memory())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexsearch.errors import StrategyError
@@ -32,13 +32,14 @@ class Pipeline:
         names = [op.name for op in graph.operators]
         ends = [*self.first[1:], len(names)]
         return tuple(
-            Stage(
-                tuple(names[first:end]),
-                tuple(d + k * block for k in range(self.replicas) for d in devices),
-                self.replicas,
-            )
-            for first, end, devices in zip(self.first, ends, self.devices, strict=True)
+            Stage(tuple(names[first:end]), mesh, self.replicas)
+            for first, end, mesh in zip(self.first, ends, self.unfolded(block).devices, strict=True)
         )
+
+    def unfolded(self, block: int) -> Pipeline:
+        """The same as one block of all devices. ``block``: devices of a block."""
+        meshes = (tuple(d + k * block for k in range(self.replicas) for d in devices) for devices in self.devices)
+        return replace(self, replicas=1, devices=tuple(meshes))
 
     @classmethod
     def of(cls, strategy: Strategy, graph: OperatorGraph) -> Pipeline:
