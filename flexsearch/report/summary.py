@@ -245,25 +245,31 @@ def _treatments(graph: OperatorGraph, rows: Iterable[_Row]) -> dict[str, set[str
 def _names(graph: OperatorGraph, groups: Iterable[Group], treatments: Mapping[str, set[str]]) -> list[str]:
     """Layers of the same treatment by the largest parts of the model that have no other: "blocks.4.deep"; numbers that
     tell such names apart in short: "blocks.5-7.deep"."""
-    names: dict[str, None] = {}
+    names: list[str] = []
     for group in sorted(groups, key=lambda group: group.operators[0]):
         layers = dict.fromkeys(layer_of(graph, i) for i in group.operators)
-        if any(len(treatments[layer]) > 1 for layer in layers):
-            names[group.layers] = None  # only some operators of a layer
-            continue
-        for layer in layers:
-            while len(treatments.get(parent := layer.rpartition(".")[0], ())) == 1:
-                layer = parent
-            names[layer] = None
-    for place in (-1, 0):
-        numbers: dict[str, list[int]] = {}
-        for name in names:
-            matches = list(_NUMBER.finditer(name))
-            match = matches[place] if matches else None
-            pattern = name[: match.start()] + "*" + name[match.end() :] if match else name
-            numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
-        names = {name.replace("*", ranges(own), 1): None for name, own in numbers.items()}
-    return list(names)
+        partial = any(len(treatments[layer]) > 1 for layer in layers)  # only some operators of a layer
+        names += [group.layers] if partial else [_part(layer, treatments) for layer in layers]
+    return _numbers_joined(_numbers_joined(names, -1), 0)
+
+
+def _part(layer: str, treatments: Mapping[str, set[str]]) -> str:
+    """The largest part of the model around a layer that has a single treatment."""
+    while len(treatments.get(parent := layer.rpartition(".")[0], ())) == 1:
+        layer = parent
+    return layer
+
+
+def _numbers_joined(names: Iterable[str], place: int) -> list[str]:
+    """Names, once each, of those that differ in one number only (``place`` -1: the last of a name, 0: the first) one
+    with all of them."""
+    numbers: dict[str, list[int]] = {}
+    for name in dict.fromkeys(names):
+        matches = list(_NUMBER.finditer(name))
+        match = matches[place] if matches else None
+        pattern = name[: match.start()] + "*" + name[match.end() :] if match else name
+        numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
+    return list(dict.fromkeys(pattern.replace("*", ranges(own), 1) for pattern, own in numbers.items()))
 
 
 def _listed(names: Sequence[str]) -> str:
