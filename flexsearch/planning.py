@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flexsearch.cost.uncertainty import UNEQUAL
-from flexsearch.report import groups
+from flexsearch.report import in_words
 from flexsearch.report.layouts import StagedRow, layout_words
 from flexsearch.report.units import seconds
 from flexsearch.search.hybrid import HybridProgress, HybridResult
@@ -125,5 +125,5 @@ def words_of(setting: Setting, strategy: Strategy) -> str:
     """Any plan in words: the baseline that it is, how its layers are split, or its layout."""
     if strategy.is_plain:
         lowered = setting.lower(strategy)
-        return setting.name_of(strategy) or "; ".join(f"{g.layers}: {g.treatment}" for g in groups(lowered))
+        return setting.name_of(strategy) or in_words(lowered)
     return layout_words(setting.staged_row("", strategy))

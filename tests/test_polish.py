@@ -212,7 +212,10 @@ def test_a_search_with_a_local_optimum_leaves_time_for_one_more_look_at_every_al
         return ""
 
     assert not look(79.0, 5 * alternatives)  # a look takes 16 s
-    assert look(85.0, 5 * alternatives) == "the budget of 100 s was used up"
+    assert look(85.0, 5 * alternatives) == (
+        "the rest of the budget of 100 s was kept to check a locally optimal plan once more"
+    )
+    assert look(100.0, 5 * alternatives) == "the budget of 100 s was used up"
     assert not look(85.0, 2 * alternatives)  # 42 s, too long for this budget
     run._turned = 0  # nothing to turn to
     best.optimal = False

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,12 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from flexsearch.cli import details
 from flexsearch.cost import Costs
 from flexsearch.graph import Axis, Operator, OperatorGraph
 from flexsearch.graph.notation import instantiate
-from flexsearch.lower import Lowered, Lowering, TaskKind
+from flexsearch.graph.ops import forward_flops
+from flexsearch.lower import Lowered, Lowering, TaskKind, lower
 from flexsearch.report import (
     PlanRow,
     axis_word,
@@ -32,9 +35,10 @@ from flexsearch.report import (
     save_trace,
 )  # fmt: skip
 from flexsearch.report.plots import chains, plan_bars, scaling_curve, timeline
-from flexsearch.report.summary import Group, layer_range, ranges, summarised, told_apart
+from flexsearch.report.summary import Group, layer_of, layer_range, lines, ranges, summarised, told_apart
 from flexsearch.report.units import nbytes, percent, ratio, seconds
 from flexsearch.report.words import treatment
+from flexsearch.search import search
 from flexsearch.search.space import Space
 from flexsearch.simulate import simulate
 from flexsearch.strategy import Options, States, make_config
@@ -73,11 +77,11 @@ def rows(data_parallel: Lowered, trick: Lowered) -> list[PlanRow]:
     ]
 
 
-def restless(name: str, share: float, seed: int) -> Lowered:
-    """Megatron's plan with a share of the layers, and what follows them, at random."""
-    graph, topology = OperatorGraph.load(name), Topology.load("p100:4")
+def restless(name: str, share: float, seed: int, on: str = "p100:4", start: str = "megatron") -> Lowered:
+    """A baseline with a share of the layers, and what follows them, at random."""
+    graph, topology = OperatorGraph.load(name), Topology.load(on)
     space, rng = Space(graph, topology), np.random.default_rng(seed)
-    configs = list(baseline("megatron", graph, topology).in_order(graph))
+    configs = list(baseline(start, graph, topology).in_order(graph))
     for leader in space.groups:
         if rng.random() < share:
             for i, config in space.follow(leader, space.draw_simple(rng, leader)).items():
@@ -88,18 +92,57 @@ def restless(name: str, share: float, seed: int) -> Lowered:
 # units
 
 
-@pytest.mark.parametrize("name", ["nmt", "bert"])
-@pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 1.0])
-def test_every_plan_is_told_in_ten_lines(name: str, share: float) -> None:
-    lowered = restless(name, share, seed=1)
-    told = groups(lowered)
-    assert 1 <= len(told) <= 10
+def is_brief(lowered: Lowered) -> None:
+    """A plan takes at most ten printed lines, and no layer is told twice or left out."""
+    told, graph = groups(lowered), lowered.graph
+    assert 1 <= lines(told) <= 10, in_words(lowered)
     operators = [i for group in told for i in group.operators]
     assert len(operators) == len(set(operators)), "no operator is in two groups"
-    weighted = {i for i, op in enumerate(lowered.graph.operators) if any(
-        lowered.graph.tensor[n].kind == "parameter" for n in op.inputs
+    weighted = {i for i, op in enumerate(graph.operators) if any(
+        graph.tensor[n].kind == "parameter" for n in op.inputs
     )}  # fmt: skip
     assert weighted <= set(operators), "every operator with weights is in one"
+    each = {i: treatment(graph, lowered.topology, op, lowered.configs[i]) for i, op in enumerate(graph.operators)}
+    assert sorted(i for group in summarised(graph, each) for i in group.operators) == [*each]
+
+
+@pytest.mark.parametrize("start", ["megatron", "fsdp"])
+@pytest.mark.parametrize(("name", "on"), [
+    ("nmt", "p100:4"), ("nmt", "p100:2"), ("bert", "p100:4"), ("inception_v3", "p100:4"), ("alexnet", "dgx-a100:2"),
+])  # fmt: skip
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.3, 1.0])
+def test_every_plan_is_told_in_ten_printed_lines(name: str, on: str, start: str, share: float) -> None:
+    is_brief(restless(name, share, 1, on, start))
+
+
+@pytest.mark.parametrize(("name", "on"), [("nmt", "p100:2"), ("inception_v3", "p100:4"), ("bert", "dgx-a100:2")])
+def test_plans_of_a_search_are_told_in_ten_printed_lines(name: str, on: str) -> None:
+    graph, topology = OperatorGraph.load(name), Topology.load(on)
+    costs = Costs(graph, topology)
+    result = search(graph, topology, costs, proposals=1500, seed=2, processes=1)
+    is_brief(lower(graph, result.strategy, topology, costs))
+
+
+def test_ten_lines_as_they_are_counted_are_ten_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, screen = restless("inception_v3", 0.3, seed=1), io.StringIO()
+    monkeypatch.setattr(details, "stdout", Console(file=screen, width=80, highlight=False, markup=False))
+    details.tell_plan(lowered)
+    printed = screen.getvalue().splitlines()
+    assert len(printed) == lines(groups(lowered)) <= 10 and max(map(len, printed)) <= 80
+
+
+def test_layers_with_most_of_the_computing_are_told_where_there_is_too_much_to_tell() -> None:
+    """Every layer of Inception-v3 in a way of its own, in words of two lines."""
+    graph = OperatorGraph.load("inception_v3")
+    way = {layer_of(graph, i): f"batch (2) over {'GPUs of a long name, ' * 4}{i}" for i in graph.index.values()}
+    told = summarised(graph, {i: way[layer_of(graph, i)] for i in graph.index.values()})
+    flops = [sum(forward_flops(op, op.sizes) for op in (graph.operators[i] for i in g.operators)) for g in told]
+    by_layer = Counter[str]()
+    for i, op in enumerate(graph.operators):
+        by_layer[layer_of(graph, i)] += int(forward_flops(op, op.sizes))
+    assert lines(told) in (9, 10) and sorted(flops[:-1]) == sorted(n for _, n in by_layer.most_common(len(told) - 1))
+    share = re.fullmatch(r"\d+ other ways \((\d+) % of the computing\), mostly batch", told[-1].treatment)
+    assert share is not None and abs(int(share[1]) - 100 * flops[-1] / sum(flops)) <= 1
 
 
 def test_layers_of_a_block_keep_their_names_where_there_is_much_to_tell() -> None:
@@ -147,7 +190,7 @@ def test_slices_of_a_sequence_take_no_lines_from_layers(every: int) -> None:
     assert not any("slice" in group.layers for group in told)
     assert {"encoder.layers.0-1", "decoder.layers.0-1"} <= {group.layers for group in layers}
     assert (other.layers, set(slices) & set(other.operators)) == ("other layers", set(other.operators))
-    assert re.fullmatch(r"\d+ other treatments \(hardly any computing\)", other.treatment)
+    assert re.fullmatch(r"\d+ other ways \(hardly any computing\)", other.treatment)
 
 
 @pytest.mark.parametrize("others", [2, 30])
@@ -162,7 +205,7 @@ def test_a_part_of_the_model_that_is_treated_alike_is_told_by_its_name(others: i
     names = {group.treatment: group.layers for group in summarised(graph, told)}
     assert len(names) <= 10 and names["height over 4 GPUs"] == "blocks.4.deep, blocks.9-10"
     assert names["channels over 4 GPUs"] == "blocks.6-7.branch7.0-2.conv, blocks.6-7.deep.0-4.conv"
-    rest = re.fullmatch(r"\d+ other treatments \(\d+ % of the computing\), most of them batch x channels", [*names][-1])
+    rest = re.fullmatch(r"\d+ other ways \(\d+ % of the computing\), mostly batch x channels", [*names][-1])
     assert bool(rest) == (others == 30)
 
 

@@ -10,6 +10,7 @@ from flexsearch.report import Column, Grid, groups, hanging, in_words, plan_rows
 from flexsearch.report.layouts import WAYS
 from flexsearch.report.reading import reading, reading_data
 from flexsearch.report.recipes import recipe_words
+from flexsearch.report.summary import INDENT
 from flexsearch.report.uncertainty import estimate_data
 from flexsearch.report.units import nbytes, percent, seconds
 from flexsearch.simulate.memory import PARTS
@@ -59,10 +60,10 @@ def tell(text: str, indent: int = 0) -> None:
 def tell_plan(lowered: Lowered) -> None:
     """Print a plan in words."""
     for group in groups(lowered):
-        tell(f"  {group.layers}: {group.treatment}", indent=2)
+        tell(" " * INDENT + group.words, indent=INDENT)
     way = WAYS.get(lowered.options.synchronise_by)
     for text in (*([way] if way else []), *recipe_words(lowered)):
-        tell(f"  {text}", indent=2)
+        tell(" " * INDENT + text, indent=INDENT)
 
 
 def simulation_data(setting: Setting, row: PlanRow, yardsticks: dict[str, float | None]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def page(
 ) -> str:
     """The page. ``remarks``: paragraphs below the title. ``plan``: told in words. ``rows``: the plans of the table,
     ``plan`` among them. ``pictures``: headings, and SVG files."""
-    words = "\n".join(f"<li>{escape(g.layers)}: {escape(g.treatment)}</li>" for g in groups(plan.lowered))
+    words = "\n".join(f"<li>{escape(group.words)}</li>" for group in groups(plan.lowered))
     drawn = "\n".join(f"<h2>{escape(heading)}</h2>\n{_inline(picture)}" for heading, picture in pictures)
     said = "\n".join(f"<p>{escape(text)}</p>" for text in remarks)
     return f"""<!DOCTYPE html>

@@ -1,9 +1,9 @@
 """A plan in few lines: layers that are treated alike are told once, however often the model repeats them.
 
 Layers are rolled up over the numbered blocks of the model. Operators that neither compute nor have weights, such as
-slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` lines, treatments are told
-once each, with the largest parts of the model that have it, layers that differ from their kind are counted, too, and
-at last only the groups in which most is computed are told one by one.
+slices of a sequence, are counted rather than named. If that still takes more than ``MOST`` printed lines, treatments
+are told once each, with the largest parts of the model that have it, groups with hardly any computing are counted, then
+layers that differ from their kind, and at last only the groups in which most is computed are told one by one.
 """
 
 from __future__ import annotations
@@ -11,18 +11,29 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.ops import forward_flops
+from flexsearch.report.grid import wrapped
 
 MOST: Final = 10
-"""Lines in which every plan is told."""
+"""Printed lines in which every plan is told."""
+WIDTH: Final = 80
+"""Cells of a line, as they are counted."""
+INDENT: Final = 2
+"""Cells before a group, and as many more before its further lines."""
+ENTRY: Final = 2
+"""Lines of a group, beyond which fewer of its names are told."""
+NAMES: Final = 3
+"""Layers of a treatment that are named at most."""
 FEW: Final = 6
 """Up to so many groups are told in the order of the layers."""
 MAIN: Final = "most layers"
 """Those of the treatment that has most of the computing, where they are too many to name."""
+OTHERS: Final = "other layers"
+"""Those that are counted rather than named."""
 MAINLY: Final = 0.8
 """A layer's operators (steps, blocks) are told by what so many of them have in common."""
 NOTABLE: Final = 0.0005
@@ -38,6 +49,16 @@ class Group:
     layers: str
     treatment: str
     operators: tuple[int, ...]
+
+    @property
+    def words(self) -> str:
+        """The group in a line of text."""
+        return f"{self.layers}: {self.treatment}"
+
+
+def lines(groups: Iterable[Group]) -> int:
+    """Printed lines that groups take in a terminal of ``WIDTH``."""
+    return sum(len(wrapped(group.words, WIDTH - INDENT, WIDTH - 2 * INDENT)) for group in groups)
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -83,7 +104,7 @@ class _Row:
 
 
 def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ...]:
-    """The operators of ``told`` (with their treatments) as at most ``MOST`` groups; each is in one of them."""
+    """The operators of ``told`` (with their treatments) as groups of at most ``MOST`` lines; each is in one of them."""
     sorts: dict[tuple[str, str], list[int]] = {}
     for i, text in told.items():
         sorts.setdefault((_NUMBER.sub("*", layer_of(graph, i), count=1), text), []).append(i)
@@ -94,14 +115,43 @@ def summarised(graph: OperatorGraph, told: Mapping[int, str]) -> tuple[Group, ..
         rows = rows if shorter is None else shorter(rows)
         joined = told_apart(graph, _joined(graph, rows))
         by_treatment = _by_treatment(graph, joined, _treatments(graph, rows))
-        for groups in (joined, by_treatment) if not by_treatment[0].layers.startswith(MAIN) else (by_treatment,):
-            others = [row for row in idle if all(row.treatment != group.treatment for group in groups)]
-            rest = [Group(row.pattern, row.treatment, row.operators) for row in others]
-            if len(groups) + bool(rest) <= MOST:
-                return (*groups, _counted(graph, rest, groups)) if rest else groups
-    largest = _largest(graph, groups)
-    rest += [group for group in groups if group not in largest]
-    return (*largest, _counted(graph, rest, largest))
+        ways = (joined, by_treatment) if not by_treatment[0].layers.startswith(MAIN) else (by_treatment,)
+        fitted = sorted((_fitted(graph, groups, idle) for groups in ways), key=lambda fit: not fit.complete)
+        for fit in fitted:
+            if fit.complete or fit.counted < NOTABLE:
+                return fit.groups
+    return fitted[-1].groups
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Groups in ``MOST`` lines. ``complete``: all but idle layers are told one by one. ``counted``: the share of the
+    computing in those that are not."""
+
+    groups: tuple[Group, ...]
+    complete: bool
+    counted: float
+
+
+def _fitted(graph: OperatorGraph, groups: Sequence[Group], idle: Sequence[_Row]) -> _Fit:
+    """As many of the groups as fit, those in which most is computed, and the others with the ``idle`` rows as one; idle
+    ones that are treated as a group is belong to it, without a name."""
+    unnamed: dict[str, list[int]] = {}
+    for row in idle:
+        unnamed.setdefault(row.treatment, []).extend(row.operators)
+    groups = [replace(one, operators=(*one.operators, *unnamed.pop(one.treatment, ()))) for one in groups]
+    rest = [Group(OTHERS, text, tuple(operators)) for text, operators in unnamed.items()]
+    flops = [_flops(graph, [group]) for group in groups]
+    largest = sorted(range(len(groups)), key=lambda k: (-flops[k], k))
+    for count in range(min(MOST, len(groups)), -1, -1):
+        shown = tuple(groups[k] for k in sorted(largest[:count]))
+        if lines(shown) > MOST:
+            continue
+        counted = [*rest, *(groups[k] for k in largest[count:])]
+        told = (*shown, _counted(graph, counted, shown)) if counted else shown
+        if lines(told) <= MOST or not count:
+            break
+    return _Fit(told, count == len(groups), sum(flops[k] for k in largest[count:]) / (sum(flops) or 1.0))
 
 
 def told_apart(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -195,25 +245,31 @@ def _treatments(graph: OperatorGraph, rows: Iterable[_Row]) -> dict[str, set[str
 def _names(graph: OperatorGraph, groups: Iterable[Group], treatments: Mapping[str, set[str]]) -> list[str]:
     """Layers of the same treatment by the largest parts of the model that have no other: "blocks.4.deep"; numbers that
     tell such names apart in short: "blocks.5-7.deep"."""
-    names: dict[str, None] = {}
+    names: list[str] = []
     for group in sorted(groups, key=lambda group: group.operators[0]):
         layers = dict.fromkeys(layer_of(graph, i) for i in group.operators)
-        if any(len(treatments[layer]) > 1 for layer in layers):
-            names[group.layers] = None  # only some operators of a layer
-            continue
-        for layer in layers:
-            while len(treatments.get(parent := layer.rpartition(".")[0], ())) == 1:
-                layer = parent
-            names[layer] = None
-    for place in (-1, 0):
-        numbers: dict[str, list[int]] = {}
-        for name in names:
-            matches = list(_NUMBER.finditer(name))
-            match = matches[place] if matches else None
-            pattern = name[: match.start()] + "*" + name[match.end() :] if match else name
-            numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
-        names = {name.replace("*", ranges(own), 1): None for name, own in numbers.items()}
-    return list(names)
+        partial = any(len(treatments[layer]) > 1 for layer in layers)  # only some operators of a layer
+        names += [group.layers] if partial else [_part(layer, treatments) for layer in layers]
+    return _numbers_joined(_numbers_joined(names, -1), 0)
+
+
+def _part(layer: str, treatments: Mapping[str, set[str]]) -> str:
+    """The largest part of the model around a layer that has a single treatment."""
+    while len(treatments.get(parent := layer.rpartition(".")[0], ())) == 1:
+        layer = parent
+    return layer
+
+
+def _numbers_joined(names: Iterable[str], place: int) -> list[str]:
+    """Names, once each, of those that differ in one number only (``place`` -1: the last of a name, 0: the first) one
+    with all of them."""
+    numbers: dict[str, list[int]] = {}
+    for name in dict.fromkeys(names):
+        matches = list(_NUMBER.finditer(name))
+        match = matches[place] if matches else None
+        pattern = name[: match.start()] + "*" + name[match.end() :] if match else name
+        numbers.setdefault(pattern, []).extend([int(match[0])] if match else [])
+    return list(dict.fromkeys(pattern.replace("*", ranges(own), 1) for pattern, own in numbers.items()))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -233,13 +289,17 @@ def _by_treatment(
         same.setdefault(group.treatment, []).append(group)
     result, whole = list[Group](), _flops(graph, groups)
     for text, members in same.items():
-        layers = _names(graph, members, treatments)
-        more, share = f" and {len(layers) - 3} more" if len(layers) > 3 else "", _flops(graph, members) / (whole or 1.0)
+        layers, share = _names(graph, members, treatments), _flops(graph, members) / (whole or 1.0)
         operators = tuple(sorted(i for group in members for i in group.operators))
-        if more and share > 0.5:
+        if len(layers) > NAMES and share > 0.5:
             result.insert(0, Group(f"{MAIN} ({100 * share:.0f} % of the computing)", text, operators))
-        else:
-            result.append(Group(_listed(layers[:3]) + more, text, operators))
+            continue
+        for count in range(min(NAMES, len(layers)), 0, -1):
+            more = f" and {len(layers) - count} more" if len(layers) > count else ""
+            group = Group(_listed(layers[:count]) + more, text, operators)
+            if lines([group]) <= ENTRY:
+                break
+        result.append(group)
     return tuple(result)
 
 
@@ -249,30 +309,30 @@ def _matters(graph: OperatorGraph, operator: int) -> bool:
     return bool(forward_flops(op, op.sizes)) or any(graph.tensor[name].kind == "parameter" for name in op.inputs)
 
 
-def _flops(graph: OperatorGraph, groups: Iterable[Group]) -> float:
+def _flops(graph: OperatorGraph, groups: Iterable[Group]) -> int:
     operators = (graph.operators[i] for group in groups for i in group.operators)
-    return float(sum(forward_flops(op, op.sizes) for op in operators))
-
-
-def _largest(graph: OperatorGraph, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups in which most is computed, one fewer than lines."""
-    largest = sorted(range(len(groups)), key=lambda k: (-_flops(graph, groups[k : k + 1]), k))[: MOST - 1]
-    return tuple(groups[k] for k in sorted(largest))
+    return int(sum(forward_flops(op, op.sizes) for op in operators))
 
 
 def _counted(graph: OperatorGraph, rest: Sequence[Group], told: Sequence[Group]) -> Group:
-    """Groups as one that says how many treatments they have; ``told``: those that have lines of their own."""
+    """Groups as one that says how many treatments they have, and by what most of their computing is split, if that
+    leaves it one line; ``told``: those that have lines of their own."""
     operators = tuple(sorted(i for group in rest for i in group.operators))
-    share = _flops(graph, rest) / (_flops(graph, (*rest, *told)) or 1.0)
-    notable = share >= NOTABLE
-    words = f"{100 * share:.2g} % of the computing" if notable else "hardly any computing"
-    treatments = sorted({group.treatment for group in rest})
+    own = _flops(graph, rest)
+    share = own / (_flops(graph, told) + own or 1.0)
+    words = f"{100 * share:.2g} % of the computing" if share >= NOTABLE else "hardly any computing"
+    treatments = {group.treatment for group in rest}
     if len(treatments) == 1:
-        return Group("other layers", f"{treatments[0]} ({words})", operators)
-    common = Counter(map(_split_of, treatments)).most_common(2)
-    most = notable and 2 * sum(count for _, count in common) >= len(treatments)
-    tail = f", most of them {' or '.join(split for split, _ in common)}" if most else ""
-    return Group("other layers", f"{len(treatments)} other treatments ({words}){tail}", operators)
+        return Group(OTHERS, f"{treatments.pop()} ({words})", operators)
+    splits = Counter[str]()
+    for group in rest:
+        splits[_split_of(group.treatment)] += _flops(graph, [group])
+    text = f"{len(treatments)} other ways ({words})"
+    for common in (splits.most_common(1), splits.most_common(2)) if share >= NOTABLE else ():
+        longer = Group(OTHERS, f"{text}, mostly {' or '.join(split for split, _ in common)}", operators)
+        if 2 * sum(flops for _, flops in common) > own and lines([longer]) == 1:
+            return longer
+    return Group(OTHERS, text, operators)
 
 
 def _split_of(treatment: str) -> str:

@@ -12,7 +12,17 @@ from typing import Final
 from flexsearch.graph import Operator, OperatorGraph
 from flexsearch.graph.ops import kind_of
 from flexsearch.lower import Communication, Lowered, TaskKind
-from flexsearch.report.summary import FEW, Group, layer_of, layer_range, ranges, summarised, told_apart
+from flexsearch.report.summary import (
+    FEW,
+    MOST,
+    Group,
+    layer_of,
+    layer_range,
+    lines,
+    ranges,
+    summarised,
+    told_apart,
+)  # fmt: skip
 from flexsearch.strategy import OperatorConfig, States
 from flexsearch.topology import Topology
 
@@ -153,8 +163,8 @@ def _weights_apart(lowered: Lowered, operator: int) -> str:
 
 
 def groups(lowered: Lowered) -> tuple[Group, ...]:
-    """The plan as groups of consecutive layers, at most ``summary.MOST``. Operators without weights that only follow
-    what feeds them are left out, and gradients of weights are told with their layers; the blocks of a repeated
+    """The plan as groups of consecutive layers, in at most ``summary.MOST`` lines. Operators without weights that only
+    follow what feeds them are left out, and gradients of weights are told with their layers; the blocks of a repeated
     structure are told together if they are treated alike."""
     graph = lowered.graph
     every = [i for i, op in enumerate(graph.operators) if op.half != "weights"]
@@ -174,13 +184,16 @@ def groups(lowered: Lowered) -> tuple[Group, ...]:
             runs[-1].append(i)
         else:
             runs.append([i])
-    groups = tuple(Group(layer_range([layer_of(graph, i) for i in run]), told[run[0]], tuple(run)) for run in runs)
-    return told_apart(graph, groups) if len(groups) <= FEW else summarised(graph, told)
+    if len(runs) <= FEW:
+        groups = [Group(layer_range([layer_of(graph, i) for i in run]), told[run[0]], tuple(run)) for run in runs]
+        if lines(few := told_apart(graph, groups)) <= MOST:
+            return few
+    return summarised(graph, told)
 
 
 def in_words(lowered: Lowered) -> str:
     """The whole plan on one line."""
-    return "; ".join(f"{group.layers}: {group.treatment}" for group in groups(lowered))
+    return "; ".join(group.words for group in groups(lowered))
 
 
 def _weighted(graph: OperatorGraph, operator: int) -> bool:

@@ -15,12 +15,15 @@ class Budget:
     seconds: float | None
     proposals: int | None
 
-    def ended(self, elapsed_s: float, idle_s: float) -> str:
-        """Why the time is over, in words; empty if it is not. ``idle_s``: time without improvement."""
+    def ended(self, elapsed_s: float, idle_s: float, reserve_s: float = 0.0) -> str:
+        """Why the time is over, in words; empty if it is not. ``idle_s``: time without improvement. ``reserve_s``: time
+        that is needed at the end to try every alternative to a local optimum once more."""
         if self.seconds is not None and elapsed_s >= self.seconds:
             return f"the budget of {self.seconds:g} s was used up"
         if self.seconds is not None and idle_s >= self.seconds / 2:
             return f"half of the budget of {self.seconds:g} s brought nothing better"
+        if self.seconds is not None and elapsed_s + reserve_s >= self.seconds:
+            return f"the rest of the budget of {self.seconds:g} s was kept to check a locally optimal plan once more"
         return ""
 
     def left(self, elapsed_s: float, idle_s: float) -> float:

@@ -197,7 +197,7 @@ class Run:
         waits = turned or not best.feasible  # then it goes on to the end
         rate = total / max(now - self.began, 1e-9) / self._processes
         reserve_s = self._seconds_of_alternatives(rate) if optimal else 0.0
-        reason = self.budget.ended(now - self.began + reserve_s, 0.0 if waits else idle_s)
+        reason = self.budget.ended(now - self.began, 0.0 if waits else idle_s, reserve_s)
         if self.on_progress is not None and (reason or now - self._said >= 0.1) and total:
             self._said = now
             best_s = min(best, self.best.evaluation, key=by_rank).time_s
