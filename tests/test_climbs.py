@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from flexsearch.cost import Costs
 from flexsearch.lower import Lowering
 from flexsearch.search import Evaluation, search
-from flexsearch.search import run as one_search
 from flexsearch.search.budget import Budget
-from flexsearch.search.climb import Climb, Climbed
+from flexsearch.search.climb import Climbed
 from flexsearch.search.climbs import POLISHED, ClimbSchedule, Plan, Start
-from flexsearch.search.constants import POLISH, SAMPLES_FROM, WINDOW
+from flexsearch.search.constants import POLISH, WINDOW
 from flexsearch.search.run import Run
-from flexsearch.search.space import Rule, Space
+from flexsearch.search.space import Space
 from flexsearch.search.starts import with_sizes
 from flexsearch.search.tuning import Tuned
 from flexsearch.simulate import simulate
@@ -66,18 +64,6 @@ def test_by_the_clock_starts_have_their_turn_while_nothing_has_ended() -> None:
     assert [c.phase for c in climbs if c] == ["from start 0", "from start 1", "from start 2", "from random"]
 
 
-def test_behind_splits_of_samples_the_next_climb_goes_on_from_the_best() -> None:
-    plan = schedule(None)
-    plan.order = [replace(plan.order[0], samples=True), *plan.order[1:]]
-    better = Climbed(0, "from start 0", plan.best.configs[::-1], Options(), Evaluation(0.5, 0.0), 10)
-    climbs = [plan.plan(k, [better][:k]) for k in range(4)]
-    assert [c.phase for c in climbs if c] == ["from start 0", "from best", "from start 1", "from best"]
-    plan = schedule(None)  # two at once: nothing has ended when the second one starts
-    plan.order = [replace(plan.order[0], samples=True), *plan.order[1:]]
-    climbs = [plan.plan(k, [better][: max(0, k - 1)]) for k in range(4)]
-    assert [c.phase for c in climbs if c] == ["from start 0", "from start 1", "from best", "from start 2"]
-
-
 def test_half_of_the_proposals_ends_no_search_that_has_hardly_begun() -> None:
     plan = schedule(1000)
     climbs = [Climbed(k, "from random", (), Options(), Evaluation(2.0, 0.0), 300) for k in range(3)]
@@ -86,24 +72,6 @@ def test_half_of_the_proposals_ends_no_search_that_has_hardly_begun() -> None:
         assert len(plan.within(climbs)[0]) == count
     climbs[0] = Climbed(0, "from start 0", plan.best.configs, Options(), plan.best.evaluation, 300, optimal=True)
     assert len(plan.within(climbs)[0]) == 2  # nothing is missing
-
-
-def test_on_many_devices_the_first_climb_splits_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_search.Workers, "work", lambda self: None)
-
-    def climbs(devices: int, rule: Rule | None = None) -> list[Climb | None]:
-        graph, topology = cnn(batch=SAMPLES_FROM, hidden=512), ethernet(devices)
-        costs, budget = Costs(graph, topology), Budget(None, 10**6)
-        run = one_search.Run(graph, topology, costs, Options(), 0, rule, budget, None)
-        run.begin(None)
-        run.go(1)
-        return [run._schedule.plan(k, []) for k in range(WINDOW)]
-
-    many = [(climb.samples, climb.phase, climb.replicas) for climb in climbs(SAMPLES_FROM) if climb is not None]
-    assert many.pop(0) == (True, "from data-parallel, samples only", 1)
-    assert many and not any(samples for samples, _, _ in many)
-    for few in (climbs(SAMPLES_FROM // 2), climbs(SAMPLES_FROM, lambda operator, config: config)):
-        assert not any(climb is not None and climb.samples for climb in few)
 
 
 def test_the_last_part_of_a_budget_of_proposals_is_for_polishing() -> None:

@@ -27,9 +27,9 @@ from flexsearch.search.constants import (
     WORTH,
 )
 from flexsearch.search.evaluate import Configs, Evaluation, Evaluator
-from flexsearch.search.move_tables import coarse_moves, make_moves, samples_moves
+from flexsearch.search.move_tables import coarse_moves, make_moves
 from flexsearch.search.moves import UNIFORMS, Draws, Moves
-from flexsearch.search.requests import COARSE_FIRST, SAMPLES_FIRST, Requests
+from flexsearch.search.requests import COARSE_FIRST, Requests
 from flexsearch.search.space import Space
 from flexsearch.search.step import (
     ASK,
@@ -67,8 +67,8 @@ class Chain:
         self.evaluate, self.space = evaluate, space
         self._requests = Requests(space, seed)
         self._simulator: DeltaSimulator | None = None
-        self._tables: tuple[Moves, Moves, Moves]
-        """For chains over single operators, for coarse ones, and for those over single ones that split samples only."""
+        self._tables: tuple[Moves, Moves]
+        """For chains over single operators, and for coarse ones."""
         self._moves: Moves
         self._draws: Draws
         self._schedule: Schedule
@@ -77,16 +77,15 @@ class Chain:
 
     def begin(
         self, configs: Configs, now: Evaluation, best: Evaluation, generation: int, patience: int,
-        coarse: bool = False, samples: bool = False,
+        coarse: bool = False,
     ) -> None:  # fmt: skip
         """Start a chain at ``configs``, which ``now`` evaluates. Improvements are what is better than ``best``.
         ``generation``: chains of different ones draw from different candidates. The chain ends when ``patience``
-        proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only. ``samples``:
-        it draws from configs that split samples at most, and shards no weights."""
+        proposals in a row brought it nothing new. ``coarse``: it changes whole classes of operators only."""
         simulator = self.evaluate.at(configs)
         self._attach(simulator)
-        self._moves = self._tables[1 if coarse else 2 if samples else 0]
-        self._draws = self._make_draws(generation, coarse, samples)
+        self._moves = self._tables[int(coarse)]
+        self._draws = self._make_draws(generation, coarse)
         excess = COARSE_EXCESS if coarse else EXCESS[FIRST[generation % len(FIRST)] :]
         self._schedule = Schedule(
             freedom=_one(len(self.space.parts if coarse else self.space.leaders)), excess=np.array(excess),
@@ -104,11 +103,11 @@ class Chain:
             better_s=np.zeros(LOGGED), better_step=np.zeros(LOGGED, np.uint64), better_move=np.zeros(LOGGED, np.uint64),
         )  # fmt: skip
 
-    def _make_draws(self, generation: int, coarse: bool, samples: bool) -> Draws:
+    def _make_draws(self, generation: int, coarse: bool) -> Draws:
         operators = len(self.space.graph.operators)
         number = generation % SETS + SETS * (generation // RENEWED)
         many = min(MOST_OF_CLASS, 1 + COARSE_CANDIDATES // len(self.space.parts)) if coarse else CANDIDATES
-        first = SAMPLES_FIRST if samples else COARSE_FIRST if coarse else 0
+        first = COARSE_FIRST if coarse else 0
         return Draws(
             uniform=np.zeros((ROWS, UNIFORMS)), row=_count(ROWS), move=_count(0),
             first_candidate=_count(first + many * number), candidates=_count(many),
@@ -167,7 +166,7 @@ class Chain:
         """Work with the templates of this simulator from now on."""
         if self._simulator is not simulator:
             fine = make_moves(self.space, simulator.templates.alike)
-            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space), samples_moves(fine))
+            self._simulator, self._tables = simulator, (fine, coarse_moves(fine, self.space))
             if self.space.rule is not None:
                 simulator.templates.ruled()
 

@@ -45,7 +45,7 @@ class Climb:
     start; None: random. ``options``: of all its plans. ``optimal``: the start is known to be a local optimum.
     ``patience``: how slowly the chain cools; 0: no chain, only descent. ``coarse``: whether coarse chains come first,
     and no descent over single operators follows. ``replicas``: into how many equal blocks plans are folded, if the
-    start can be. ``samples``: chains draw from configs that split samples at most."""
+    start can be."""
 
     index: int
     stream: int
@@ -58,7 +58,6 @@ class Climb:
     patience: int = 1
     coarse: bool = False
     replicas: int = 1
-    samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +169,14 @@ class Climber:
 
     def _coarse(self, climb: Climb, rng: np.random.Generator, done: Climbed, watch: Watch) -> None:
         """Chains over whole classes of operators: first from the climb's start, then from the best plan so far. Then
-        greedy descent over classes, which finds what alternates; not where samples only are split, as it splits all."""
+        greedy descent over classes, which finds what alternates."""
         for _ in range(COARSE_CHAINS):
             before = done.evaluation
             self._chain(climb, rng, done, watch, coarse=True)
             if done.evaluation.cost > (1.0 - GAIN) * before.cost:
                 break
-        if not climb.samples:
-            most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
-            self._polish(climb, done, watch, most, self.polish.together)
+        most = min(climb.proposals - done.proposals, self._coarse_patience(climb))
+        self._polish(climb, done, watch, most, self.polish.together)
 
     @staticmethod
     def _coarse_patience(climb: Climb) -> int:
@@ -190,7 +188,7 @@ class Climber:
         """A chain that cools down, and ends when ``patience`` proposals in a row brought it nothing new."""
         best = min(done.evaluation, climb.best, key=by_rank)
         patience = self._coarse_patience(climb) if coarse else self.patience * climb.patience
-        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse, climb.samples)
+        self.chain.begin(done.configs, done.evaluation, best, climb.stream, patience, coarse)
         done.curve.append((done.proposals, self.chain.cost))
         ended, before, accepted, looked = False, done.proposals, done.accepted, 0.0
 

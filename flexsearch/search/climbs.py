@@ -23,15 +23,13 @@ POLISHED: Final = ", polished"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A plan to start from, and into how many blocks it is folded. ``evaluation``: of the plan as it is folded.
-    ``samples``: as of ``Climb``."""
+    """A plan to start from, and into how many blocks it is folded. ``evaluation``: of the plan as it is folded."""
 
     name: str
     configs: Configs
     options: Options
     evaluation: Evaluation
     replicas: int = 1
-    samples: bool = False
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -65,9 +63,9 @@ class ClimbSchedule:
         """Climbs that took the place of others, to go on from the best plan."""
 
     def plan(self, index: int, ended: Sequence[Climbed]) -> Climb | None:
-        """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on (from the next
-        one, if the first splits samples only), as soon as one has ``ended``, every second one starts from the best
-        plan. Where plans can be folded, they are in turns."""
+        """What climb ``index`` does. Each start has its turn, then random plans; from climb FROM_BEST on, as soon
+        as one has ``ended``, every second one starts from the best plan. Where plans can be folded, they are in
+        turns."""
         kept = ended
         if self.proposals is not None:
             ended = ended[: max(0, index - WINDOW + 1)]
@@ -85,8 +83,7 @@ class ClimbSchedule:
         if count <= 0 and not waits:
             return self._last(index, ended, best)
         self._planned.append(count := max(0, count))
-        first = 1 if self.order and self.order[0].samples else FROM_BEST
-        if place >= first and place - 1 not in self._from_best and ended:
+        if place >= FROM_BEST and place - 1 not in self._from_best and ended:
             self._from_best.add(place)
         taken = sum(earlier < place for earlier in self._from_best)
         stream = self.before + index
@@ -97,16 +94,15 @@ class ClimbSchedule:
                 index, stream, "from best", best.configs, count, best.evaluation, best.options, optimal, patience,
                 coarse=True, replicas=replicas,
             )  # fmt: skip
-        samples, at, options = False, place - taken, best.options
+        at, options = place - taken, best.options
         if at < len(self.order):
             start = self.order[at]
-            name, configs, replicas, samples = start.name, start.configs, start.replicas, start.samples
-            options = start.options
+            name, configs, replicas, options = start.name, start.configs, start.replicas, start.options
         else:
             name, configs, replicas = "random", None, self.folds[(at - len(self.order)) % len(self.folds)]
         return Climb(
             index, stream, f"from {name}", configs, count, self.best.evaluation, options, patience=patience,
-            coarse=True, replicas=replicas, samples=samples,
+            coarse=True, replicas=replicas,
         )  # fmt: skip
 
     def _last(self, index: int, ended: Sequence[Climbed], best: Plan) -> Climb | None:

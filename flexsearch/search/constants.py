@@ -109,14 +109,6 @@ NEAR: Final = 0.05
 46.0, 46.2; ResNet-101 and NMT on 16 (10 s) are within what their seeds differ by."""
 FOLDED_STARTS: Final = 3
 """Starts for each of them, the best ones. Taken."""
-SAMPLES_FROM: Final = 32
-"""From so many devices on, the first climb goes from data parallelism and splits samples only, and the next one goes on
-from the best plan. Measured, on 64 P100 with one process, where it was the second climb and the third one (ms, seeds 0
-and 1, 10 s of processor time on a slow machine): language model 29.1 and 29.6 instead of 38.6 (54.6 in another run) and
-38.5, NMT 33.3 and 33.7 instead of 40.4 and 60.2, AlexNet 5.4 and 5.4 instead of 6.2 and 5.3, ResNet-101 54.6 and 54.4
-instead of 55.1 and 53.6, Inception-v3 37.3 and 37.4 instead of 34.9 and 34.3; with 30 s, seed 0, none is worse: 23.9
-instead of 24.6, 31.2 instead of 31.6, Inception-v3 34.5 instead of 34.8. On 4 and 16, splits of samples first brought
-nothing."""
 UNFOLD_S: Final = 1.0
 UNFOLDING: Final = 20
 """A folded climb evaluates its best plan unfolded so often (s), or after so many times what that takes. Of no influence

@@ -62,12 +62,6 @@ def coarse_moves(moves: Moves, space: Space) -> Moves:
     )  # fmt: skip
 
 
-def samples_moves(moves: Moves) -> Moves:
-    """For chains that split samples only: they neither shard weights nor rename devices."""
-    often = [0.0 if name in ("shard", "swap") else rate for name, rate in MOVES.items()]
-    return moves._replace(often=np.cumsum(often) / sum(often))
-
-
 def link_kinds(links: Sequence[tuple[int, Link]], alike: Sequence[int]) -> list[int]:
     """By link: the first one over which the same follows."""
     first: dict[object, int] = {}

@@ -17,8 +17,6 @@ from flexsearch.strategy import OperatorConfig
 
 COARSE_FIRST: Final = 2**24
 """Number of the first candidate of coarse chains; the numbers below are for other chains."""
-SAMPLES_FIRST: Final = 2**25
-"""The same of chains that split samples only."""
 
 
 _Chains = dict[int, tuple[int, ...]]
@@ -96,9 +94,7 @@ class Requests:
 
     def _draw(self, k: int) -> Callable[[np.random.Generator, int], OperatorConfig]:
         """How candidate ``k`` is drawn: of each four, one splits samples at most and one a single axis; of the others
-        of coarse chains, one has any degrees on a block. In chains that split samples only, all do that at most."""
-        if k >= SAMPLES_FIRST:
-            return partial(self.space.draw_simple, samples=True)
+        of coarse chains, one has any degrees on a block."""
         if k % 4 < 2:
             return partial(self.space.draw_simple, samples=k % 4 == 0)
         return self.space.draw_regular if k % 4 == 2 and k >= COARSE_FIRST else self.space.draw

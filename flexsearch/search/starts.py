@@ -9,7 +9,6 @@ from typing import Final
 
 from flexsearch.search.climb import Climber
 from flexsearch.search.climbs import Plan, Start
-from flexsearch.search.constants import SAMPLES_FROM
 from flexsearch.search.evaluate import Configs
 from flexsearch.search.folded import folded_starts
 from flexsearch.search.space import Rule
@@ -22,8 +21,7 @@ def in_order(
     climber: Climber, plans: Mapping[str, Plan], best: str, rule: Rule | None, continued: bool
 ) -> tuple[tuple[int, ...], list[Start]]:
     """Into how many blocks plans can be folded, and the starts: folded plans and whole ones in turn, the ``best`` of
-    ``plans`` first, as short budgets go there, then data parallel; on many devices, splits of samples before all
-    others. ``continued``: a search before climbed from the
+    ``plans`` first, as short budgets go there, then data parallel. ``continued``: a search before climbed from the
     baselines."""
     distinct: dict[Configs, str] = {}
     for name in sorted(plans, key=lambda name: (name != best, name != "data-parallel")):
@@ -35,10 +33,6 @@ def in_order(
     if folded and whole and whole[0].rank < order[0].rank:
         order.insert(0, whole.pop(0))
     order = [start for pair in zip_longest(order, whole) for start in pair if start is not None]
-    parallel, many = plans["data-parallel"], len(climber.topology.devices) >= SAMPLES_FROM
-    if many and rule is None and parallel.configs in distinct:
-        name = "data-parallel, samples only"
-        order.insert(0, Start(name, parallel.configs, parallel.options, parallel.evaluation, samples=True))
     return folds, order
 
 
