@@ -89,22 +89,14 @@ def test_a_coarse_chain_keeps_the_steps_of_a_layer_alike_on_many_devices(monkeyp
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-def test_a_chain_may_draw_configs_that_split_samples_only(coarse: bool) -> None:
+def test_only_a_fine_chain_changes_or_swaps_parts_of_a_config(coarse: bool) -> None:
     graph, topology = cnn(batch=32, hidden=512), ethernet(4)
     climber = Climber(graph, topology, Costs(graph, topology), Options(), seed=0)
     start = baseline("data-parallel", graph, topology).in_order(graph)
     now = climber.evaluate(start)
-    split: dict[bool, set[str]] = {}
-    for samples in (False, True):
-        climber.chain.begin(start, now, now, 0, 10, coarse, samples)
-        first, count = (int(n[0]) for n in climber.chain._draws[3:5])
-        drawn = [(op, climber.chain._requests.candidate(i, first + k)) for i, op in enumerate(graph.operators)
-                 for k in range(count)]  # fmt: skip
-        split[samples] = {op.roles[axis] for op, config in drawn for axis, n in config.degrees if n > 1}
-        assert len({config.devices for _, config in drawn}) > len(topology.devices)
-        rates = np.diff(climber.chain._moves.often, prepend=0.0)
-        assert bool(rates[[SHARD, SWAP]].any()) == (not samples and not coarse) and rates[REPEATED] > 0
-    assert split[True] == {"sample"} and len(split[False]) > 1
+    climber.chain.begin(start, now, now, 0, 10, coarse)
+    rates = np.diff(climber.chain._moves.often, prepend=0.0)
+    assert bool(rates[[SHARD, SWAP]].any()) != coarse and rates[REPEATED] > 0
 
 
 def test_classes_that_change_together_have_no_operators_in_common() -> None:
