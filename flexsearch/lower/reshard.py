@@ -133,7 +133,7 @@ class Exchange:
     @property
     def messages(self) -> tuple[tuple[int, int, int], ...]:
         """(source device, destination device, bytes) of the moves; empty for an all-reduce."""
-        return self._reshard.movement.messages[self._number]
+        return self._reshard.messages[self._number]
 
 
 def _rows(rows: Exchanges, k: int, x: int) -> slice:
@@ -143,12 +143,11 @@ def _rows(rows: Exchanges, k: int, x: int) -> slice:
 
 class Movement(NamedTuple):
     """What moves in a reshard. ``layouts``: from phase to phase. ``local``: by phase, what crosses no devices;
-    ``remote``, ``messages``: by exchange. ``aliased``, ``used``: see ``Reshard``."""
+    ``remote``: by exchange. ``aliased``, ``used``: see ``Reshard``."""
 
     layouts: tuple[Layout, ...]
     local: list[list[Move]]
     remote: list[tuple[Move, ...]]
-    messages: list[tuple[tuple[int, int, int], ...]]
     aliased: frozenset[int]
     used: frozenset[int]
 
@@ -232,10 +231,20 @@ class Reshard:
         return tuple(Phase(a, b, tuple(moves), exchanges) for a, b, moves, exchanges in rows)
 
     @cached_property
+    def messages(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """By exchange, its messages."""
+        workspace = self.planned()
+        messages, rows = [], workspace.exchanges
+        for x in range(workspace.result[FIRST], workspace.result[LAST]):
+            of = _rows(rows, MESSAGE, x)
+            messages.append(tuple(zip(*rows.message[:, of].tolist(), rows.message_bytes[of].tolist(), strict=True)))
+        return tuple(messages)
+
+    @cached_property
     def movement(self) -> Movement:
         """What moves."""
         count, workspace = len(self.exchanges), self.planned()
-        result, rows = workspace.result.tolist(), workspace.exchanges
+        result = workspace.result.tolist()
         between = [_between(workspace, self._destination.grid.box.shape[1])] if result[PHASES] == 2 else []
         layouts = self.source, *between, self.destination
         local: list[list[Move]] = [[] for _ in self.phase_exchanges]
@@ -249,14 +258,9 @@ class Reshard:
             if not phase:
                 used.add(s)
             (local[phase] if x == int(NONE) else remote[x - result[FIRST]]).append(Move(s, k, box))
-        messages = []
-        for x in range(result[FIRST], result[LAST]):
-            of = _rows(rows, MESSAGE, x)
-            sent = *rows.message[:, of].tolist(), rows.message_bytes[of].tolist()
-            messages.append(tuple(zip(*sent, strict=True)))
         alone = self._destination.device[np.flatnonzero(workspace.aliased[: len(self._destination)])].tolist()
         aliased = frozenset(alone if len(local) == 1 else ())
-        return Movement(layouts, local, [tuple(moves) for moves in remote], messages, aliased, frozenset(used))
+        return Movement(layouts, local, [tuple(moves) for moves in remote], aliased, frozenset(used))
 
     @cached_property
     def form(self) -> str:

@@ -97,7 +97,7 @@ def simplify(
     result costs at most 1 + ``loss`` times as much as ``configs``,
     and at most ``limit`` (s; give the cost of the best baseline) unless ``configs`` costs more; it fits
     into memory if ``configs`` does, and lacks no more memory otherwise. First everything is done that costs nothing.
-    ``stop``: asked before each evaluation; once it says yes, the best so far is the answer. Pins are obeyed.
+    ``stop``: asked before each change that is tried; once it says yes, the best so far is the answer. Pins are obeyed.
 
     Call it once, with the best plan of a search, before that is compared with the baselines. If the result differs from
     ``configs``, what single changes would bring it is not known.
@@ -107,9 +107,8 @@ def simplify(
     for most in (first.cost, max(first.cost, min(limit, first.cost * (1.0 + loss)))):
         for _ in range(ROUNDS):
             before = run.configs
-            for propose in (_renumbered, _without_shards, _ascending, _alike, _following, _smoothed):
-                for changes in propose(run, run.configs):
-                    run.attempt(changes, most)
+            for changes in run.changes():
+                run.attempt(changes, most)
             if run.configs == before:
                 break
     evaluate(run.configs, inf)
@@ -144,10 +143,18 @@ class Simplifying:
         self._runs = [_runs([configs[i] for i in members]) for members in self.sorts]
         self._lists = Counter(config.devices for config in configs)
 
+    def changes(self) -> Iterator[Changes]:
+        """What to try, of the plan so far, until it is time to stop."""
+        for propose in (_renumbered, _without_shards, _ascending, _alike, _following, _smoothed):
+            for changes in propose(self, self.configs):
+                if self.stop():
+                    return
+                yield changes
+
     def attempt(self, changes: Changes, most: float) -> None:
         """Keep ``changes`` if they make the plan simpler, no larger, and no more expensive than ``most``."""
         if self.space.rule is not None:
-            changes = dict(enumerate(self.space.fixed(changes.get(i, c) for i, c in enumerate(self.configs))))
+            changes = {i: self.space.fix(i, config) for i, config in changes.items()}
         changes = {i: one for i, config in changes.items() if (one := self._object(config)) is not self.configs[i]}
         if not changes or not self.after(changes).simpler(self.complexity):
             return
@@ -156,7 +163,7 @@ class Simplifying:
             configs[i] = config
         tried = tuple(configs)
         key = tuple(map(id, tried)), most
-        if key in self._tried or self.stop():
+        if key in self._tried:
             return
         self._tried.add(key)
         cost = self.evaluate(tried, most)

@@ -12,7 +12,7 @@ from flexsearch.cost.ticks import TICK
 from flexsearch.lower import TaskGraph, TaskKind
 from flexsearch.lower.rows import GATHER, GATHER_ONCE, READ, RECIPE, REGATHER, SYNCHRONISE, Rows
 from flexsearch.simulate.critical import Step
-from flexsearch.simulate.usage import computing_steps, repeats
+from flexsearch.simulate.usage import computing_columns, repeats
 
 Kind = Literal[
     "forward", "backward", "recompute", "update", "activations", "gather", "synchronise", "latency", "handling",
@@ -116,17 +116,16 @@ class Loads:
 
 def loads(rows: Rows) -> Loads:
     """The loads of a plan."""
-    segments, schedule = rows.segments, rows.schedule
+    segments, schedule, often = rows.segments, rows.schedule, repeats(rows)
     compute = np.zeros(len(schedule.group), np.int64)
     activations, weights = np.zeros((2, int(rows.machine.resources[0])), np.int64)
-    for device, block, _, ticks in computing_steps(rows):
-        compute[device] += repeats(rows, block) * ticks
+    device, block_of, _, ticks = computing_columns(rows)
+    np.add.at(compute, device, often[block_of] * ticks)
     for block, segment in enumerate(rows.segment.tolist()):
-        times = repeats(rows, block)
         link = weights if schedule.kind[block] in (GATHER, GATHER_ONCE, REGATHER, SYNCHRONISE, RECIPE) else activations
         if schedule.kind[block] == READ:
             continue
         for c in range(segments.communication_first[segment], segments.communication_last[segment]):
             of = slice(int(segments.link_first[c]), int(segments.link_last[c]))
-            np.add.at(link, segments.link[of], times * segments.link_ticks[of])
+            np.add.at(link, segments.link[of], often[block] * segments.link_ticks[of])
     return Loads(*(float(row.max(initial=0)) * TICK for row in (compute, activations, weights)))

@@ -17,7 +17,7 @@ from flexsearch.simulate.engine import Engine, Times
 from flexsearch.simulate.mean import mean_step
 from flexsearch.simulate.memory import Memory, memory
 from flexsearch.simulate.uncertainty import estimate
-from flexsearch.simulate.usage import computing_steps, makespan_of, repeats
+from flexsearch.simulate.usage import computing_columns, makespan_of, repeats
 from flexsearch.topology import Topology
 
 Seconds = npt.NDArray[np.float64]
@@ -92,22 +92,22 @@ def simulate(lowered: Lowered) -> Simulation:
 def simulate_step(lowered: Lowered) -> Simulation:
     """Simulate the step that a lowered strategy describes."""
     rows, topology, times = lowered.rows, lowered.topology, times_of(lowered.rows)
-    busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
-    for device, block, _, ticks in computing_steps(rows):
-        seconds = repeats(rows, block) * ticks * TICK
-        busy[device] += seconds
-        occupied[topology.processor_of[device]] += seconds
-    carried, moved = np.zeros(len(topology.resources), dtype=np.int64), 0
+    device, block_of, _, ticks = computing_columns(rows)
+    times_run = repeats(rows)
+    seconds = times_run[block_of] * ticks * TICK
+    busy = np.bincount(device, seconds, len(topology.devices))
+    occupied = np.bincount(np.array(topology.processor_of)[device], seconds, len(topology.resources)).tolist()
+    carried, moved = [0] * len(topology.resources), 0
     for block, number, drags in _communications(rows):
-        what, often = lowered.communications.of(block, number), repeats(rows, block)
+        what, often = lowered.communications.of(block, number), int(times_run[block])
         moved += often * what.nbytes
         for resource, nbytes in what.transfer.link_bytes:
             carried[resource] += often * nbytes
         for resource, kept in (*what.transfer.links, *drags):
             occupied[resource] += often * kept
     total, use = makespan_of(times) * TICK, memory(lowered)
-    peaks = tuple(m.peak for m in use)
-    return Simulation(total, busy, total - busy, carried, occupied, peaks, use, moved, times, lowered)
+    peaks, link_bytes, link_busy_s = tuple(m.peak for m in use), np.array(carried, np.int64), np.array(occupied)
+    return Simulation(total, busy, total - busy, link_bytes, link_busy_s, peaks, use, moved, times, lowered)
 
 
 def _communications(rows: Rows) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:

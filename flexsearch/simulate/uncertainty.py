@@ -13,17 +13,28 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from flexsearch.compiled import U32
 from flexsearch.cost.sources import Sources
 from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import Estimate, Source
 from flexsearch.lower.pieces import Pieces
-from flexsearch.lower.rows import BACKWARD, COMPUTE, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, Rows, Segments, steps_of
+from flexsearch.lower.rows import (
+    BACKWARD,
+    COMPUTE,
+    FORWARD,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Rows,
+    Segments,
+    ranges,
+    steps_of,
+)
 from flexsearch.simulate.engine import Engine
 from flexsearch.strategy import OperatorConfig
 
 STEP: Final = 16
 """Times are made longer by one part in so many: about as much as they may be off."""
-OF_OPERATORS: Final = frozenset({FORWARD, BACKWARD, RECOMPUTE, WEIGHT_GRADIENT})
+OF_OPERATORS: Final = (FORWARD, BACKWARD, RECOMPUTE, WEIGHT_GRADIENT)
 
 Ticks = npt.NDArray[np.int64]
 Places = npt.NDArray[np.int64]
@@ -76,26 +87,29 @@ Scaled = tuple[Source, str, Places, Ticks]
 def _computing(sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[OperatorConfig]) -> Iterator[Scaled]:
     """Computations: each by its operator and device, launching apart; sums of gradients and updates of weights; and
     what hosts take to launch them and communications."""
-    segments, kinds = rows.segments, pieces.costs.kinds
-    every, of, on = steps_of(segments, rows.segment, len(kinds))
-    for block, (first, last) in enumerate(pairwise(np.searchsorted(of, np.arange(len(rows.segment) + 1)))):
-        kind, argument = int(rows.schedule.kind[block]), int(rows.schedule.argument[block])
-        steps, device = every[first:last], on[first:last]
-        for sort in np.unique(kinds[device]).tolist():
-            launched = steps[kinds[device] == sort]
-            yield sources.launching(sort), "step_host", launched, segments.step_host[launched]
-        computes = segments.step_kind[steps] == COMPUTE
-        steps, device = steps[computes], device[computes]
-        for sort in np.unique(kinds[device]).tolist():
-            here = steps[kinds[device] == sort]
-            ticks = segments.step_ticks[here]
-            if kind not in OF_OPERATORS:
-                yield sources.update(sort), "step_ticks", here, ticks
-                continue
-            launch = np.minimum(ticks, round(sources.launch_s(argument, sort) / TICK))
-            own = sources.computing(argument, _extents(pieces, argument, configs[argument]), sort)
-            yield own, "step_ticks", here, ticks - launch
-            yield sources.start(argument, sort), "step_ticks", here, launch
+    segments, schedule, kinds = rows.segments, rows.schedule, pieces.costs.kinds
+    step, block, device = steps_of(segments, rows.segment, len(kinds))
+    sort = kinds[device]
+    for kind in _present(sort).tolist():
+        launched = step[sort == kind]
+        yield sources.launching(kind), "step_host", launched, segments.step_host[launched]
+    computes = segments.step_kind[step] == COMPUTE
+    step, block, sort = step[computes], block[computes], sort[computes]
+    of_operators = np.isin(schedule.kind[block], OF_OPERATORS)
+    for kind in _present(sort[~of_operators]).tolist():
+        here = step[~of_operators & (sort == kind)]
+        yield sources.update(kind), "step_ticks", here, segments.step_ticks[here]
+    step, operator, sort = step[of_operators], schedule.argument[block[of_operators]], sort[of_operators]
+    order = np.lexsort((sort, operator))
+    step, operator, sort = step[order], operator[order].astype(np.int64), sort[order].astype(np.int64)
+    begins = np.flatnonzero(np.diff(operator, prepend=-1) | np.diff(sort, prepend=-1))
+    for first, last in pairwise((*begins.tolist(), len(step))):
+        one, kind = int(operator[first]), int(sort[first])
+        ticks = segments.step_ticks[step[first:last]]
+        launch = np.minimum(ticks, round(sources.launch_s(one, kind) / TICK))
+        own = sources.computing(one, _extents(pieces, one, configs[one]), kind)
+        yield own, "step_ticks", step[first:last], ticks - launch
+        yield sources.start(one, kind), "step_ticks", step[first:last], launch
 
 
 def _extents(pieces: Pieces, operator: int, config: OperatorConfig) -> Mapping[str, int]:
@@ -106,21 +120,45 @@ def _extents(pieces: Pieces, operator: int, config: OperatorConfig) -> Mapping[s
 
 def _moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
     """Communications: bytes by the links that they cross (and what moving them takes of processors), and the start."""
-    segments, of_network, starting = rows.segments, sources.links(), sources.starting()
-    source_of = {int(pieces.image[r]): source for r, source in of_network.items()}
-    for segment in rows.segment.tolist():
-        for c in range(segments.communication_first[segment], segments.communication_last[segment]):
-            first, last = int(segments.link_first[c]), int(segments.link_last[c])
-            ticks = segments.link_ticks[first:last]
-            busiest = int(ticks.max(initial=0))
-            of_link = [source_of.get(r, starting) for r in segments.link[first:last].tolist()]
-            for source in dict.fromkeys(of_link):
-                own = np.array([one is source for one in of_link])
-                yield source, "link_ticks", first + np.flatnonzero(own), ticks[own]
-                longest = int((ticks + np.where(own, ticks // STEP, 0)).max()) - busiest
-                yield source, "communication_ticks", np.array([c]), np.array([longest * STEP])
-            drags = np.arange(segments.drag_first[c], segments.drag_last[c])
-            if len(drags) and of_link:
-                yield of_link[int(ticks.argmax())], "drag_ticks", drags, segments.drag_ticks[drags]
-            start = int(segments.communication_ticks[c]) - busiest
-            yield starting, "communication_ticks", np.array([c]), np.array([start])
+    segments, starting, of_network = rows.segments, sources.starting(), sources.links()
+    named = list(dict.fromkeys((starting, *of_network.values())))
+    number = np.zeros(int(rows.machine.resources[0]), np.int64)  # by resource, among those
+    for resource, source in of_network.items():
+        number[pieces.image[resource]] = named.index(source)
+    used = np.unique(rows.segment)
+    every, _ = _listed(segments.communication_first[used], segments.communication_last[used])
+    links, of_link = _listed(segments.link_first[every], segments.link_last[every])
+    drags, of_drag = _listed(segments.drag_first[every], segments.drag_last[every])
+    ticks, source_of = segments.link_ticks[links], number[segments.link[links]]
+    busiest = _largest(ticks, of_link, len(every))
+    leading = np.full(len(every), -1)  # source of the first of the busiest links
+    first = np.lexsort((-ticks, of_link))[::-1]
+    leading[of_link[first]] = source_of[first]
+    for k, source in enumerate(named):
+        own = source_of == k
+        yield source, "link_ticks", links[own], ticks[own]
+        crossing = _present(of_link[own])
+        longest = _largest(ticks + np.where(own, ticks // STEP, 0), of_link, len(every)) - busiest
+        yield source, "communication_ticks", every[crossing], longest[crossing] * STEP
+        pulled = drags[leading[of_drag] == k]
+        yield source, "drag_ticks", pulled, segments.drag_ticks[pulled]
+    yield starting, "communication_ticks", every, segments.communication_ticks[every] - busiest
+
+
+def _listed(first: U32, last: U32) -> tuple[Places, Places]:
+    """The rows of lists, one list after the other, and for each row the number of its list."""
+    begin = first.astype(np.int64)
+    lengths = last - begin
+    return ranges(begin, lengths), np.repeat(np.arange(len(begin)), lengths)
+
+
+def _present(numbers: Places) -> Places:
+    """Which numbers there are, ascending."""
+    return np.flatnonzero(np.bincount(numbers))
+
+
+def _largest(ticks: Ticks, of: Places, count: int) -> Ticks:
+    """By list, the most ticks of its rows; 0 of an empty one."""
+    most = np.zeros(count, np.int64)
+    np.maximum.at(most, of, ticks)
+    return most

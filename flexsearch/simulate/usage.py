@@ -86,19 +86,26 @@ class Computation(NamedTuple):
     ticks: int
 
 
-def computing_steps(rows: Rows) -> Iterator[Computation]:
-    """The computations of one microbatch, in the order of blocks; of a device, in the order in which it runs them."""
+def computing_columns(rows: Rows) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Device, block, number in the block and ticks of the computations of one microbatch, in the order of blocks; of a
+    device, in the order in which it runs them."""
     segments = rows.segments
     step, block, device = steps_of(segments, rows.segment, len(rows.schedule.group))
     computes = segments.step_kind[step] == COMPUTE
-    columns = device, block, segments.step_row[step], segments.step_ticks[step]
-    yield from map(Computation._make, zip(*(column[computes].tolist() for column in columns), strict=True))
+    step = step[computes]
+    return device[computes], block[computes], segments.step_row[step].astype(np.int64), segments.step_ticks[step]
 
 
-def repeats(rows: Rows, block: int) -> int:
-    """For how many microbatches a block runs."""
-    once = rows.schedule.once[block] == 1 or rows.schedule.last[block] == 1
-    return 1 if once else int(rows.schedule.microbatches[0])
+def computing_steps(rows: Rows) -> Iterator[Computation]:
+    """The same, one after the other."""
+    columns = (column.tolist() for column in computing_columns(rows))
+    yield from map(Computation._make, zip(*columns, strict=True))
+
+
+def repeats(rows: Rows) -> Numbers:
+    """By block, for how many microbatches it runs."""
+    once = (rows.schedule.once == 1) | (rows.schedule.last == 1)
+    return np.where(once, 1, np.int64(rows.schedule.microbatches[0]))
 
 
 def computations(rows: Rows, times: Times) -> Iterator[tuple[int, int, int, int]]:
