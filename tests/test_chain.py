@@ -157,7 +157,7 @@ def test_what_a_class_changes_to(kind: float) -> None:
         row = draws.uniform[0]
         row[:] = 0.0
         row[1], row[4], row[7], row[8] = (k + 0.5) / len(space.parts), kind, 0.9, 1.0
-        row[16] = row[19] = 1.0  # neither in turn nor exchanged
+        row[16] = row[19] = row[21] = 1.0  # neither in turn nor exchanged nor side by side
         draws.row[0] = 0
         change, now = simulator.rows.change, simulator.rows.state.config
         while not draw(chain._moves, draws, now, simulator.templates.tables, change):

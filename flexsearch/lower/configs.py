@@ -186,6 +186,22 @@ def swapped(tables: TemplateTables, change: Change, config: Any, a: Any, b: Any)
 
 
 @lean
+def moved_on(tables: TemplateTables, change: Change, config: Any, devices: Any) -> Any:
+    """The same config on the next devices (of so many in all, in a circle): those after the last one where it lies on
+    neighbours, else the next neighbour of each."""
+    layouts, device = tables.layouts, tables.scratch.device
+    mesh = np.uint64(tables.pools.config_mesh[np.uint64(config)])
+    first, last = np.uint64(layouts.mesh_first[mesh]), np.uint64(layouts.mesh_last[mesh])
+    least, most = np.uint64(layouts.device[first]), np.uint64(layouts.device[first])
+    for k in range(first, last):
+        least, most = min(least, np.uint64(layouts.device[k])), max(most, np.uint64(layouts.device[k]))
+    by = last - first if most - least + ONE == last - first else ONE
+    for k in range(first, last):
+        device[k - first] = (np.uint64(layouts.device[k]) + by) % np.uint64(devices)
+    return _on(tables, change, config, last - first)
+
+
+@lean
 def _on(tables: TemplateTables, change: Change, config: Any, count: Any) -> Any:
     """The same config on the first ``count`` devices in ``scratch.device``."""
     mesh, number = intern_mesh(tables.layouts, tables.scratch.device, ZERO, count), np.uint64(config)

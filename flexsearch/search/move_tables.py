@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexsearch.lower.keys import MISSING
 from flexsearch.lower.program import Rows
-from flexsearch.search.constants import ALTERNATE, BOTH, EXCHANGED, MOVES, TWICE
+from flexsearch.search.constants import ALTERNATE, BESIDE, BOTH, EXCHANGED, MOVES, TWICE
 from flexsearch.search.moves import Moves, Rates
 from flexsearch.search.space import Space
 from flexsearch.strategy.propagate import Link
@@ -29,7 +29,7 @@ def make_moves(space: Space, alike: Sequence[int]) -> Moves:
     main = _main_links(space)
     return Moves(
         often=np.cumsum(list(MOVES.values())) / sum(MOVES.values()),
-        rates=Rates(np.array([TWICE]), np.array([EXCHANGED]), np.array([ALTERNATE]), np.array([BOTH])),
+        rates=Rates(*(np.array([rate]) for rate in (TWICE, EXCHANGED, BESIDE, ALTERNATE, BOTH))),
         leader=_numbers(space.leaders), alike=_numbers(alike), likely=np.array(space.likely),
         group_first=members.first, group_last=members.last, member=members.all,
         member_source=_numbers([source for group in groups for source, _, _ in group]),
@@ -97,9 +97,16 @@ def _apart(classes: Sequence[Sequence[int]]) -> npt.NDArray[np.uint8]:
 
 
 def _partners(space: Space, classes: Sequence[Sequence[int]]) -> Rows:
-    """By class, those that it may exchange configs with."""
+    """By class, those that it may exchange configs with. No two of them have operators in common either."""
     kind, apart = [(len(members), space.model[members[0]]) for members in classes], _apart(classes)
-    return Rows([b for b, of in enumerate(kind) if of == own and apart[a, b]] for a, own in enumerate(kind))
+    partners: list[list[int]] = []
+    for a, own in enumerate(kind):
+        several: list[int] = []
+        for b, of in enumerate(kind):
+            if of == own and apart[a, b] and all(apart[b, c] for c in several):
+                several.append(b)
+        partners.append(several)
+    return Rows(partners)
 
 
 def _numbers(values: Sequence[int]) -> npt.NDArray[np.uint32]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from flexsearch.compiled import F64, ONE, THREE, TWO, U8, U32, U64, ZERO, inlined, lean
 from flexsearch.lower.change import Change, miss
-from flexsearch.lower.configs import derived, like, over, renamed, swapped, with_sharding
+from flexsearch.lower.configs import derived, like, moved_on, over, renamed, swapped, with_sharding
 from flexsearch.lower.keys import CANDIDATE, FIRST_HALF, MISSING, find
 from flexsearch.lower.tables import TemplateTables
 from flexsearch.packed import packed
@@ -31,6 +31,7 @@ class Rates(NamedTuple):
 
     twice: F64
     exchange: F64
+    beside: F64
     alternate: F64
     both: F64
 
@@ -196,14 +197,19 @@ def _shard(moves: Moves, now: U32, tables: TemplateTables, change: Change, u: F6
 @lean
 def _repeat(moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, u: F64) -> None:
     """Change a class; or two that have no operators in common (one makes room for the other, or they exchange their
-    configs); or every second or third member of a class, and perhaps the next ones to something else."""
+    configs); or classes of one shape, side by side; or every second or third member of a class, and perhaps the next
+    ones to something else."""
     led, every = np.uint64(moves.led_classes[0]), np.uint64(moves.class_first.shape[0])
     first = _pick(u[1], led) if led > ZERO and (u[5] < 0.8 or led == every) else led + _pick(u[1], every - led)
-    if first < led and moves.partner_first[first] < moves.partner_last[first] and u[19] < moves.rates.exchange[0]:
+    several = first < led and moves.partner_first[first] < moves.partner_last[first]
+    if several and u[19] < moves.rates.exchange[0]:
         count = np.uint64(moves.partner_last[first] - moves.partner_first[first])
         second = np.uint64(moves.partner[np.uint64(moves.partner_first[first]) + _pick(u[20], count)])
         _take_over(moves, now, tables, change, first, second)
         _take_over(moves, now, tables, change, second, first)
+        return
+    if several and u[21] < moves.rates.beside[0]:
+        _side_by_side(moves, draws, now, tables, change, first, u[2:8])
         return
     if moves.alternates[first] == 1 and u[16] < moves.rates.alternate[0]:
         stride = THREE if u[17] >= 0.8 and moves.class_last[first] - moves.class_first[first] > 2 else TWO
@@ -254,6 +260,37 @@ def _take_over(moves: Moves, now: U32, tables: TemplateTables, change: Change, t
     for k in range(np.uint64(moves.class_last[to]) - first):
         i = np.uint64(moves.class_member[first + k])
         lead(moves, tables, change, i, now[np.uint64(moves.class_member[source + k])])
+
+
+@lean
+def _side_by_side(
+    moves: Moves, draws: Draws, now: U32, tables: TemplateTables, change: Change, which: Any, u: F64
+) -> None:  # fmt: skip
+    """A class gets a candidate, or keeps what it has, and the classes of its shape get the same on the next devices:
+    the layers of a recurrent network work at the same time, so that splitting one further gains nothing until the
+    others are."""
+    model = np.uint64(moves.class_member[np.uint64(moves.class_first[which])])
+    same = _candidate(moves, draws, tables, change, model, u[0]) if u[2] < 0.7 else np.uint32(now[model])
+    if same == MISSING:
+        return
+    _all_members(moves, tables, change, which, same)
+    first, last = np.uint64(moves.partner_first[which]), np.uint64(moves.partner_last[which])
+    if u[1] < 0.5:  # one of them
+        first += _pick(u[3], last - first)
+        last = first + ONE
+    for k in range(first, last):
+        same = moved_on(tables, change, same, moves.devices[0])
+        if same == MISSING:
+            return
+        _all_members(moves, tables, change, np.uint64(moves.partner[k]), same)
+
+
+@lean
+def _all_members(moves: Moves, tables: TemplateTables, change: Change, which: Any, same: Any) -> None:
+    """All members of a class get a config, which may be that of another operator of their shape."""
+    for k in range(np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])):
+        i = np.uint64(moves.class_member[k])
+        lead(moves, tables, change, i, like(tables, change, moves.alike[i], same))
 
 
 @lean
