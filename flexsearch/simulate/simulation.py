@@ -95,7 +95,8 @@ def simulate_step(lowered: Lowered) -> Simulation:
     device, block_of, _, ticks = computing_columns(rows)
     times_run = repeats(rows)
     seconds = times_run[block_of] * ticks * TICK
-    busy = np.bincount(device, seconds, len(topology.devices))
+    busy = np.zeros(len(topology.devices))
+    np.add.at(busy, device, seconds)
     occupied = np.bincount(np.array(topology.processor_of)[device], seconds, len(topology.resources)).tolist()
     carried, moved = [0] * len(topology.resources), 0
     for block, number, drags in _communications(rows):
@@ -106,7 +107,8 @@ def simulate_step(lowered: Lowered) -> Simulation:
         for resource, kept in (*what.transfer.links, *drags):
             occupied[resource] += often * kept
     total, use = makespan_of(times) * TICK, memory(lowered)
-    peaks, link_bytes, link_busy_s = tuple(m.peak for m in use), np.array(carried, np.int64), np.array(occupied)
+    peaks = tuple(m.peak for m in use)
+    link_bytes, link_busy_s = np.array(carried, np.int64), np.array(occupied, np.float64)
     return Simulation(total, busy, total - busy, link_bytes, link_busy_s, peaks, use, moved, times, lowered)
 
 
