@@ -151,6 +151,9 @@ def test_when_it_is_late_nothing_more_is_asked_of_pins(space: Space) -> None:
     pinned = Space(space.graph, space.topology, rule)
     assert simplify(pinned, configs, same(), stop=lambda: True) == configs and asked == 0
     assert simplify(pinned, configs, same()) != configs and asked > 0
+    asked, run = 0, Simplifying(pinned, same(), lambda: False, configs, Evaluation(1.0, 0.0))
+    run.attempt({0: configs[0]}, inf)
+    assert asked == 1  # not for every operator
 
 
 def test_pins_are_obeyed(graph: OperatorGraph, space: Space) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexsearch.cost import Learned, Network, Profile, ProfileDevice
+from flexsearch.cost.sources import Sources
+from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import DEVIATIONS, NOISE, UNEQUAL, Estimate, Source
 from flexsearch.graph import OperatorGraph
 from flexsearch.graph.precision import with_precision
+from flexsearch.lower.pieces import Pieces
+from flexsearch.lower.rows import COMPUTE, Rows, steps_of
 from flexsearch.report.uncertainty import apart_words, aside_words, near
 from flexsearch.report.units import spread
 from flexsearch.setting import Setting
+from flexsearch.simulate import uncertainty
 from flexsearch.simulate.simulation import makespan
-from flexsearch.strategy import Options, Strategy
+from flexsearch.simulate.uncertainty import Scaled
+from flexsearch.strategy import OperatorConfig, Options, Strategy
 from flexsearch.topology import Topology
 from flexsearch.topology.changes import edited, with_links
 from tests.conftest import Cli
@@ -66,6 +74,64 @@ def test_the_starts_of_kernels_rest_on_the_device_and_not_on_its_host() -> None:
     starts, share = found["starts of kernels"]
     assert starts.kind == "measured" and share > 0.05 * sum(shares.values())
     assert found.get("launches", (None, 0.0))[1] < 0.01 * sum(shares.values())
+
+
+def _plain_computing(
+    sources: Sources, pieces: Pieces, rows: Rows, configs: Sequence[OperatorConfig]
+) -> Iterator[Scaled]:  # fmt: skip
+    """The definition of ``uncertainty._computing``, step by step."""
+    segments, kinds = rows.segments, pieces.costs.kinds
+    for step, block, device in zip(*(x.tolist() for x in steps_of(segments, rows.segment, len(kinds))), strict=True):
+        kind, operator, sort = int(rows.schedule.kind[block]), int(rows.schedule.argument[block]), int(kinds[device])
+        here, ticks = np.array([step]), segments.step_ticks[[step]]
+        yield sources.launching(sort), "step_host", here, segments.step_host[here]
+        if segments.step_kind[step] != COMPUTE:
+            continue
+        if kind not in uncertainty.OF_OPERATORS:
+            yield sources.update(sort), "step_ticks", here, ticks
+            continue
+        launch = np.minimum(ticks, round(sources.launch_s(operator, sort) / TICK))
+        extents = uncertainty._extents(pieces, operator, configs[operator])
+        yield sources.computing(operator, extents, sort), "step_ticks", here, ticks - launch
+        yield sources.start(operator, sort), "step_ticks", here, launch
+
+
+def _plain_moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
+    """The definition of ``uncertainty._moving``, communication by communication."""
+    segments, starting = rows.segments, sources.starting()
+    source_of = {int(pieces.image[r]): source for r, source in sources.links().items()}
+    for segment in rows.segment.tolist():
+        for c in range(segments.communication_first[segment], segments.communication_last[segment]):
+            first, last = int(segments.link_first[c]), int(segments.link_last[c])
+            ticks = segments.link_ticks[first:last]
+            busiest = int(ticks.max(initial=0))
+            of_link = [source_of.get(r, starting) for r in segments.link[first:last].tolist()]
+            for source in dict.fromkeys(of_link):
+                own = np.array([one is source for one in of_link])
+                yield source, "link_ticks", first + np.flatnonzero(own), ticks[own]
+                longest = int((ticks + np.where(own, ticks // uncertainty.STEP, 0)).max()) - busiest
+                yield source, "communication_ticks", np.array([c]), np.array([longest * uncertainty.STEP])
+            drags = np.arange(segments.drag_first[c], segments.drag_last[c])
+            if len(drags) and of_link:
+                yield of_link[int(ticks.argmax())], "drag_ticks", drags, segments.drag_ticks[drags]
+            yield starting, "communication_ticks", np.array([c]), segments.communication_ticks[[c]] - busiest
+
+
+@pytest.mark.parametrize("cluster", ["ethernet-1g:2", "p100:2", "two kinds"])
+def test_what_rests_on_a_source_is_that_of_the_definition(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_kinds = cluster == "two kinds"
+    topology = Topology.load("p100:1" if two_kinds else cluster)
+    if two_kinds:
+        first, *others = topology.devices
+        topology = edited(topology, devices=(first.model_copy(update={"model": "other"}), *others))
+    graph = OperatorGraph.load("lenet")
+    here = Setting.of(graph, topology, None)
+    names = ("data-parallel", "fsdp", "one-weird-trick", "placement")
+    shares = [here.row(name, here.baseline(name)).simulation.estimate.shares for name in names]
+    monkeypatch.setattr(uncertainty, "_computing", _plain_computing)
+    monkeypatch.setattr(uncertainty, "_moving", _plain_moving)
+    assert [here.row(name, here.baseline(name)).simulation.estimate.shares for name in names] == shares
+    assert len({source for of in shares for source in of}) > 3
 
 
 def test_the_staged_step_rests_on_the_same() -> None:

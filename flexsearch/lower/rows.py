@@ -191,12 +191,17 @@ def ranges(first: Numbers, lengths: Numbers) -> Numbers:
     return np.repeat(first - (ends - lengths), lengths) + np.arange(total)
 
 
+def listed(first: U32, last: U32) -> tuple[Numbers, Numbers]:
+    """The rows of lists, list by list, and for each row the number of its list."""
+    begin = first.astype(np.int64)
+    lengths = last - begin
+    return ranges(begin, lengths), np.repeat(np.arange(len(begin)), lengths)
+
+
 def steps_at(segments: Segments, tables: npt.NDArray[np.integer[Any]]) -> tuple[Numbers, Numbers]:
     """The steps at some places of ``step_first``, each that of a device in a segment's table: their numbers, place by
     place, and for each the number of its place in ``tables``."""
-    first = segments.step_first[tables].astype(np.int64)
-    lengths = segments.step_first[tables + 1] - first
-    return ranges(first, lengths), np.repeat(np.arange(len(tables)), lengths)
+    return listed(segments.step_first[tables], segments.step_first[tables + 1])
 
 
 def steps_of(segments: Segments, segment: U32, devices: int) -> tuple[Numbers, Numbers, Numbers]:

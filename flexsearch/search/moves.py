@@ -64,7 +64,7 @@ class Moves(NamedTuple):
     led_classes: U64  # (1,): classes of leaders; they come first
     alternates: U8  # by class: whether its members may have configs in turn
     apart: U8  # (led class, led class): whether they have no operators in common
-    partner_first: U32  # by led class: classes of the same shape and number of members that have none in common with it
+    partner_first: U32  # by led class: classes of its shape and number of members; no two have any in common
     partner_last: U32
     partner: U32
     weighted: U32
@@ -243,14 +243,23 @@ def _change_members(
         same = _after_neighbour(moves, now, tables, change, model, u[4])
     if same == MISSING:
         return
+    if u[2] >= 0.7:
+        _all_like(moves, tables, change, first, last, stride, same)
+        return
     for k in range(first, last, stride):
         i = np.uint64(moves.class_member[k])
         # Candidate k is the same for all operators of a class.
-        if u[2] < 0.7:
-            config = _candidate(moves, draws, tables, change, i, u[0])
-        else:
-            config = like(tables, change, moves.alike[i], same)
-        lead(moves, tables, change, i, config)
+        lead(moves, tables, change, i, _candidate(moves, draws, tables, change, i, u[0]))
+
+
+@lean
+def _all_like(
+    moves: Moves, tables: TemplateTables, change: Change, first: Any, last: Any, stride: Any, same: Any
+) -> None:  # fmt: skip
+    """Members of a class, by their rows, get a config, which may be that of another operator of their shape."""
+    for k in range(np.uint64(first), np.uint64(last), stride):
+        i = np.uint64(moves.class_member[k])
+        lead(moves, tables, change, i, like(tables, change, moves.alike[i], same))
 
 
 @lean
@@ -273,7 +282,7 @@ def _side_by_side(
     same = _candidate(moves, draws, tables, change, model, u[0]) if u[2] < 0.7 else np.uint32(now[model])
     if same == MISSING:
         return
-    _all_members(moves, tables, change, which, same)
+    _all_like(moves, tables, change, moves.class_first[which], moves.class_last[which], ONE, same)
     first, last = np.uint64(moves.partner_first[which]), np.uint64(moves.partner_last[which])
     if u[1] < 0.5:  # one of them
         first += _pick(u[3], last - first)
@@ -282,15 +291,8 @@ def _side_by_side(
         same = moved_on(tables, change, same, moves.devices[0])
         if same == MISSING:
             return
-        _all_members(moves, tables, change, np.uint64(moves.partner[k]), same)
-
-
-@lean
-def _all_members(moves: Moves, tables: TemplateTables, change: Change, which: Any, same: Any) -> None:
-    """All members of a class get a config, which may be that of another operator of their shape."""
-    for k in range(np.uint64(moves.class_first[which]), np.uint64(moves.class_last[which])):
-        i = np.uint64(moves.class_member[k])
-        lead(moves, tables, change, i, like(tables, change, moves.alike[i], same))
+        partner = np.uint64(moves.partner[k])
+        _all_like(moves, tables, change, moves.class_first[partner], moves.class_last[partner], ONE, same)
 
 
 @lean

@@ -95,9 +95,9 @@ def simulate_step(lowered: Lowered) -> Simulation:
     device, block_of, _, ticks = computing_columns(rows)
     times_run = repeats(rows)
     seconds = times_run[block_of] * ticks * TICK
-    busy = np.zeros(len(topology.devices))
+    busy, occupied = np.zeros(len(topology.devices)), np.zeros(len(topology.resources))
     np.add.at(busy, device, seconds)
-    occupied = np.bincount(np.array(topology.processor_of)[device], seconds, len(topology.resources)).tolist()
+    np.add.at(occupied, np.array(topology.processor_of)[device], seconds)
     carried, moved = [0] * len(topology.resources), 0
     for block, number, drags in _communications(rows):
         what, often = lowered.communications.of(block, number), int(times_run[block])

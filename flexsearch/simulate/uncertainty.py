@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from flexsearch.compiled import U32
 from flexsearch.cost.sources import Sources
 from flexsearch.cost.ticks import TICK
 from flexsearch.cost.uncertainty import Estimate, Source
@@ -26,7 +25,7 @@ from flexsearch.lower.rows import (
     WEIGHT_GRADIENT,
     Rows,
     Segments,
-    ranges,
+    listed,
     steps_of,
 )
 from flexsearch.simulate.engine import Engine
@@ -121,35 +120,29 @@ def _extents(pieces: Pieces, operator: int, config: OperatorConfig) -> Mapping[s
 def _moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scaled]:
     """Communications: bytes by the links that they cross (and what moving them takes of processors), and the start."""
     segments, starting, of_network = rows.segments, sources.starting(), sources.links()
-    named = list(dict.fromkeys((starting, *of_network.values())))
-    number = np.zeros(int(rows.machine.resources[0]), np.int64)  # by resource, among those
+    distinct = list(dict.fromkeys((starting, *of_network.values())))
+    place_of = np.zeros(int(rows.machine.resources[0]), np.int64)  # by resource, the place of its source among these
     for resource, source in of_network.items():
-        number[pieces.image[resource]] = named.index(source)
+        place_of[pieces.image[resource]] = distinct.index(source)
     used = np.unique(rows.segment)
-    every, _ = _listed(segments.communication_first[used], segments.communication_last[used])
-    links, of_link = _listed(segments.link_first[every], segments.link_last[every])
-    drags, of_drag = _listed(segments.drag_first[every], segments.drag_last[every])
-    ticks, source_of = segments.link_ticks[links], number[segments.link[links]]
+    every, _ = listed(segments.communication_first[used], segments.communication_last[used])
+    links, of_link = listed(segments.link_first[every], segments.link_last[every])
+    drags, of_drag = listed(segments.drag_first[every], segments.drag_last[every])
+    ticks, source_of = segments.link_ticks[links], place_of[segments.link[links]]
     busiest = _largest(ticks, of_link, len(every))
-    leading = np.full(len(every), -1)  # source of the first of the busiest links
-    first = np.lexsort((-ticks, of_link))[::-1]
-    leading[of_link[first]] = source_of[first]
-    for k, source in enumerate(named):
+    order = np.lexsort((-ticks, of_link))
+    busiest_link = order[np.flatnonzero(np.diff(of_link, prepend=-1))]  # the first of them, of each that has links
+    of_busiest = np.full(len(every), -1)
+    of_busiest[of_link[busiest_link]] = source_of[busiest_link]
+    for k, source in enumerate(distinct):
         own = source_of == k
         yield source, "link_ticks", links[own], ticks[own]
         crossing = _present(of_link[own])
         longest = _largest(ticks + np.where(own, ticks // STEP, 0), of_link, len(every)) - busiest
         yield source, "communication_ticks", every[crossing], longest[crossing] * STEP
-        pulled = drags[leading[of_drag] == k]
-        yield source, "drag_ticks", pulled, segments.drag_ticks[pulled]
+        dragging = drags[of_busiest[of_drag] == k]
+        yield source, "drag_ticks", dragging, segments.drag_ticks[dragging]
     yield starting, "communication_ticks", every, segments.communication_ticks[every] - busiest
-
-
-def _listed(first: U32, last: U32) -> tuple[Places, Places]:
-    """The rows of lists, one list after the other, and for each row the number of its list."""
-    begin = first.astype(np.int64)
-    lengths = last - begin
-    return ranges(begin, lengths), np.repeat(np.arange(len(begin)), lengths)
 
 
 def _present(numbers: Places) -> Places:
