@@ -117,21 +117,44 @@ def _plain_moving(sources: Sources, pieces: Pieces, rows: Rows) -> Iterator[Scal
             yield starting, "communication_ticks", np.array([c]), segments.communication_ticks[[c]] - busiest
 
 
-@pytest.mark.parametrize("cluster", ["ethernet-1g:2", "p100:2", "two kinds"])
-def test_what_rests_on_a_source_is_that_of_the_definition(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    two_kinds = cluster == "two kinds"
-    topology = Topology.load("p100:1" if two_kinds else cluster)
-    if two_kinds:
-        first, *others = topology.devices
-        topology = edited(topology, devices=(first.model_copy(update={"model": "other"}), *others))
-    graph = OperatorGraph.load("lenet")
-    here = Setting.of(graph, topology, None)
-    names = ("data-parallel", "fsdp", "one-weird-trick", "placement")
-    shares = [here.row(name, here.baseline(name)).simulation.estimate.shares for name in names]
-    monkeypatch.setattr(uncertainty, "_computing", _plain_computing)
-    monkeypatch.setattr(uncertainty, "_moving", _plain_moving)
-    assert [here.row(name, here.baseline(name)).simulation.estimate.shares for name in names] == shares
-    assert len({source for of in shares for source in of}) > 3
+def _two_kinds() -> Topology:
+    topology = Topology.load("p100:1")
+    first, *others = topology.devices
+    return edited(topology, devices=(first.model_copy(update={"model": "other"}), *others))
+
+
+def _gloo_over_links_of_both_sorts() -> Topology:
+    """Moving bytes takes processor time, and transfers cross links inside hosts and between them."""
+    return edited(Topology.load("p100:2"), communication=Topology.load("ethernet-1g:2").communication)
+
+
+@pytest.mark.parametrize("topology", [Topology.load("ethernet-1g:2"), _two_kinds(), _gloo_over_links_of_both_sorts()],
+                         ids=["Ethernet", "two kinds", "gloo"])  # fmt: skip
+def test_what_rests_on_a_source_is_that_of_the_definition(topology: Topology) -> None:
+    here, seen = Setting.of(OperatorGraph.load("lenet"), topology, None), set[tuple[str, str]]()
+    for name in ("data-parallel", "fsdp", "one-weird-trick", "placement"):
+        lowered = here.lower(here.baseline(name))
+        pieces, rows, configs = lowered.lowering, lowered.rows, lowered.configs
+        sources = Sources(pieces.costs, pieces.network)
+        longer = _longer(rows, [
+            *uncertainty._computing(sources, pieces, rows, configs), *uncertainty._moving(sources, pieces, rows),
+        ])  # fmt: skip
+        assert longer == _longer(rows, [
+            *_plain_computing(sources, pieces, rows, configs), *_plain_moving(sources, pieces, rows),
+        ])  # fmt: skip
+        seen |= {(source.name, column) for source, column in longer}
+    assert len(seen) > 5
+
+
+def _longer(rows: Rows, scaled: Sequence[Scaled]) -> dict[tuple[Source, str], list[int]]:
+    """By source and column of the segments that it changes, what is in it with that source longer."""
+    parts: dict[Source, uncertainty._Part] = {}
+    for source, column, places, ticks in scaled:
+        parts.setdefault(source, uncertainty._Part(rows)).add(column, places, ticks)
+    columns = ("step_host", "step_ticks", "communication_ticks", "link_ticks", "drag_ticks")
+    changed = {(s, c): getattr(part.longer(), c) for s, part in parts.items() for c in columns}
+    before = rows.segments
+    return {key: row.tolist() for key, row in changed.items() if not np.array_equal(row, getattr(before, key[1]))}
 
 
 def test_the_staged_step_rests_on_the_same() -> None:
